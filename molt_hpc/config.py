@@ -1,0 +1,415 @@
+"""The configuration: one typed tree, read from a TOML file and dotted overrides.
+
+Every option exists once, here. A file or a command line can only set what the tree has: an
+unknown key is an error that names the nearest one, and an option that would have no effect
+in the given combination is an error too (`RunConfig.check`). Section and option names follow
+labs-molt where the meaning is the same, so that a recipe carries over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import pydantic
+
+T = TypeVar("T")
+
+
+def opt(default: Any, help: str) -> Any:
+    """A field with a help text; mutable defaults are copied for each instance."""
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+def section(cls: type) -> Any:
+    return field(default_factory=cls)
+
+
+@dataclass
+class AdamConfig:
+    lr: float = opt(1e-6, "peak learning rate")
+    betas: tuple[float, float] = opt((0.9, 0.95), "decay rates of the two moments")
+    eps: float = opt(1e-8, "added to the denominator")
+    weight_decay: float = opt(0.0, "decoupled weight decay; never on norms and biases")
+
+
+@dataclass
+class OptimConfig:
+    adam: AdamConfig = section(AdamConfig)
+    max_norm: float = opt(1.0, "global gradient norm is clipped to this")
+    lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine"] = opt("constant", "learning-rate schedule")
+    lr_warmup_ratio: float = opt(0.0, "share of all steps spent warming up (schedules other than constant)")
+    min_lr_ratio: float = opt(0.0, "end of linear and cosine, as a share of the peak")
+
+
+@dataclass
+class ActorConfig(OptimConfig):
+    model_name_or_path: str = opt("", "folder of the Hugging Face model to train")
+    backend: Literal["automodel", "transformers"] = opt("automodel", "who builds the model: NeMo AutoModel or plain transformers")
+    num_nodes: int = opt(1, "training nodes")
+    num_procs_per_node: int = opt(2, "training ranks a node (one a GPU)")
+    loss_mode: Literal["ppo"] = opt("ppo", "policy loss")
+    eps_clip_low_high: tuple[float, float] = opt((0.2, 0.2), "lower and upper clip range of the ratio")
+    dual_clip: float | None = opt(None, "floor of the ppo loss for negative advantages, > 1")
+    gradient_checkpoint: bool = opt(False, "recompute the layers' activations in the backward pass")
+
+
+@dataclass
+class FsdpConfig:
+    param_dtype: Literal["float32", "bfloat16"] = opt("bfloat16", "dtype of the forward pass; masters and reductions are float32")
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = opt("sdpa", "attention kernel of the training forward")
+    tp_size: int = opt(1, "tensor-parallel size (automodel)")
+    ep_size: int = opt(1, "expert-parallel size (automodel)")
+
+
+@dataclass
+class DataConfig:
+    prompt_dataset: str = opt("", "JSONL file of prompts")
+    input_key: str = opt("prompt", "column with the prompt: text or a list of messages")
+    label_key: str = opt("label", "column handed to the agent as label")
+    apply_chat_template: bool = opt(True, "render messages (and plain text as one user message) with the model's template")
+    max_len: int = opt(2048, "prompt and response together, in tokens; also vLLM's max_model_len")
+    shuffle: bool = opt(True, "new order every epoch, a function of train.seed")
+
+
+@dataclass
+class RolloutConfig:
+    num_nodes: int = opt(1, "rollout nodes; one worker each")
+    batch_size: int = opt(32, "prompt groups of one step")
+    n_samples_per_prompt: int = opt(8, "rollouts of one group")
+    min_group_size: int = opt(2, "a group with fewer usable rollouts is dropped")
+    max_new_tokens: int | None = opt(None, "cap on one turn's sampled tokens; unset: what max_len leaves")
+    temperature: float = opt(1.0, "sampling temperature")
+    concurrency: int = opt(64, "rollouts that one worker keeps in flight")
+    max_turns: int = opt(64, "an Env that has not ended after this many turns is truncated")
+
+
+@dataclass
+class AgentConfig:
+    processes: int = opt(1, "processes on each rollout node that run agent code")
+    timeout: float = opt(600.0, "seconds from lease to result, all turns included")
+
+
+@dataclass
+class VllmConfig:
+    num_engines: int = opt(1, "vLLM servers in all; a multiple of rollout.num_nodes")
+    tensor_parallel_size: int = opt(1, "ranks of one server")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = opt("auto", "weights and activations of the servers")
+    enforce_eager: bool = opt(False, "no compilation: starts sooner, decodes slower")
+    gpu_memory_utilization: float = opt(0.85, "share of GPU memory (ignored by the CPU build)")
+    kv_cache_memory_bytes: int | None = opt(None, "size of the KV cache; needed on CPU")
+    max_num_seqs: int | None = opt(None, "requests decoded at once; unset: vLLM's default")
+    enable_prefix_caching: bool = opt(True, "share the KV of equal prefixes")
+    start_timeout: float = opt(900.0, "seconds until a server must be healthy")
+    extra_args: list[str] = opt([], "more arguments for `vllm serve`, as they are")
+
+
+@dataclass
+class AdvantageConfig:
+    estimator: Literal["grpo"] = opt("grpo", "how rewards become advantages")
+    is_correction_level: Literal["off", "token"] = opt("token", "unit of the trainer/rollout ratio")
+    is_correction_mode: Literal["mask", "clip", "trunc"] = opt("trunc", "what happens outside the band")
+    is_correction_threshold: tuple[float, float] = opt((0.5, 2.0), "band of the ratio; trunc uses the upper end only")
+
+
+@dataclass
+class AlgoConfig:
+    advantage: AdvantageConfig = section(AdvantageConfig)
+
+
+@dataclass
+class RewardConfig:
+    clip_range: tuple[float, float] = opt((-10.0, 10.0), "rewards are clipped to this before the baseline")
+
+
+@dataclass
+class TrainConfig:
+    agent_path: str = opt("", "Python file with one Env subclass")
+    max_steps: int = opt(0, "optimizer batches to train; 0: as many as num_episodes gives")
+    num_episodes: int = opt(1, "passes over the prompts")
+    batch_size: int = opt(0, "prompt groups of one optimizer step; 0: all of rollout.batch_size")
+    max_epochs: int = opt(1, "passes over each batch")
+    max_tokens_per_gpu: int = opt(16384, "tokens of one packed micro-batch")
+    max_lag: int = opt(1, "batches that may be admitted ahead of the trainer; 0 is strictly on-policy")
+    seed: int = opt(42, "prompt order, sampling seeds, trainer ranks")
+
+
+@dataclass
+class WeightsConfig:
+    backend: Literal["gloo", "nccl"] = opt("nccl", "who carries the bytes: vLLM's nccl, or gloo (CPU)")
+    timeout: float = opt(300.0, "seconds for each phase of an update")
+    bucket_bytes: int = opt(256 << 20, "tensors are sent in buckets of at most this size (gloo)")
+
+
+@dataclass
+class BrokerConfig:
+    lease_timeout: float = opt(1200.0, "seconds after which a rollout without a result is leased again")
+    heartbeat_timeout: float = opt(60.0, "seconds of silence after which a worker counts as dead")
+    max_attempts: int = opt(3, "leases of one rollout before it counts as failed")
+    max_fault_rate: float = opt(0.5, "share of faulty rollouts among the last 64 ended ones that stops the run")
+    max_message_bytes: int = opt(1 << 30, "largest message that a socket takes")
+
+
+@dataclass
+class CkptConfig:
+    save_steps: int = opt(0, "checkpoint every so many steps; 0: only at the end")
+    max_num: int = opt(3, "checkpoints kept, the newest ones")
+
+
+@dataclass
+class LoggerConfig:
+    tensorboard: bool = opt(True, "write event files under <run>/tensorboard")
+
+
+@dataclass
+class LaunchConfig:
+    launcher: Literal["auto", "local", "srun"] = opt("auto", "srun inside a Slurm job, local processes elsewhere")
+    cpus_per_node: int | None = opt(None, "cores that the planned threads may use; unset: what Slurm or the machine gives")
+    roll_call_timeout: float = opt(900.0, "seconds until every role must have reported")
+    stop_grace: float = opt(10.0, "seconds between asking a role to end and killing it")
+    socket_dir: str | None = opt(None, "parent of the folder of Unix sockets; unset: the node's temporary folder")
+
+
+@dataclass
+class RunConfig:
+    """Everything of one run; `output_dir` is the run folder."""
+
+    output_dir: str = opt("", "run folder, on a file system that all nodes share")
+    actor: ActorConfig = section(ActorConfig)
+    fsdp: FsdpConfig = section(FsdpConfig)
+    data: DataConfig = section(DataConfig)
+    rollout: RolloutConfig = section(RolloutConfig)
+    agent: AgentConfig = section(AgentConfig)
+    reward: RewardConfig = section(RewardConfig)
+    vllm: VllmConfig = section(VllmConfig)
+    algo: AlgoConfig = section(AlgoConfig)
+    train: TrainConfig = section(TrainConfig)
+    weights: WeightsConfig = section(WeightsConfig)
+    broker: BrokerConfig = section(BrokerConfig)
+    ckpt: CkptConfig = section(CkptConfig)
+    logger: LoggerConfig = section(LoggerConfig)
+    launch: LaunchConfig = section(LaunchConfig)
+
+    def check(self) -> None:
+        """Raise ValueError for a combination that cannot work or would do nothing."""
+        _need(self.output_dir, "output_dir: the run folder is not set")
+        _need(self.actor.model_name_or_path, "actor.model_name_or_path: no model folder is set")
+        _need(self.data.prompt_dataset, "data.prompt_dataset: no prompt file is set")
+        _need(self.train.agent_path, "train.agent_path: no agent file is set")
+        rollout, train = self.rollout, self.train
+        for name in ("batch_size", "n_samples_per_prompt", "num_nodes", "concurrency", "max_turns"):
+            _need(getattr(rollout, name) >= 1, f"rollout.{name}: expected at least 1, got {getattr(rollout, name)}")
+        _need(rollout.n_samples_per_prompt >= 2, "rollout.n_samples_per_prompt: grpo compares the rollouts of a group and needs at least 2")
+        _need(1 <= rollout.min_group_size <= rollout.n_samples_per_prompt,
+              f"rollout.min_group_size: expected 1..{rollout.n_samples_per_prompt} (n_samples_per_prompt), got {rollout.min_group_size}")
+        _need(rollout.temperature > 0, f"rollout.temperature: expected more than 0, got {rollout.temperature}")
+        _need(train.max_steps >= 0 and train.num_episodes >= 1, "train.max_steps must be >= 0 and train.num_episodes >= 1")
+        _need(train.batch_size == 0 or rollout.batch_size % train.batch_size == 0,
+              f"train.batch_size: {train.batch_size} groups an optimizer step do not divide rollout.batch_size {rollout.batch_size}")
+        _need(train.max_lag >= 0, f"train.max_lag: expected at least 0, got {train.max_lag}")
+        low, high = self.algo.advantage.is_correction_threshold
+        _need(0 <= low < high, f"algo.advantage.is_correction_threshold: expected 0 <= low < high, got {low} {high}")
+        _need(self.actor.dual_clip is None or self.actor.dual_clip > 1, f"actor.dual_clip: expected more than 1, got {self.actor.dual_clip}")
+        _need(self.vllm.num_engines % rollout.num_nodes == 0,
+              f"vllm.num_engines: {self.vllm.num_engines} servers cannot be spread evenly over rollout.num_nodes {rollout.num_nodes}")
+        world = self.actor.num_nodes * self.actor.num_procs_per_node
+        shards = self.fsdp.tp_size * self.fsdp.ep_size
+        _need(world % shards == 0, f"fsdp: tp_size x ep_size = {shards} does not divide the {world} training ranks")
+        _need(shards == 1 or self.actor.backend == "automodel", "fsdp.tp_size and fsdp.ep_size need actor.backend automodel")
+        _need(self.data.max_len > 1, f"data.max_len: expected at least 2, got {self.data.max_len}")
+        _check_schedule(self.actor, "actor.")
+
+
+@dataclass
+class SftModelConfig:
+    model_name_or_path: str = opt("", "folder of the Hugging Face model to start from")
+    backend: Literal["automodel", "transformers"] = opt("transformers", "who builds the model: NeMo AutoModel or plain transformers")
+    gradient_checkpoint: bool = opt(False, "recompute the layers' activations in the backward pass")
+
+
+@dataclass
+class SftDataConfig:
+    dataset: str = opt("", "JSONL file of chat rows")
+    input_key: str = opt("messages", "column with the list of messages")
+    max_len: int = opt(2048, "longer rows are cut on the right")
+    max_samples: int = opt(0, "rows used; 0: all")
+
+
+@dataclass
+class SftTrainConfig:
+    batch_size: int = opt(128, "rows of one optimizer step")
+    max_steps: int = opt(0, "optimizer steps; 0: as many as max_epochs gives")
+    max_epochs: int = opt(1, "passes over the rows")
+    max_tokens_per_gpu: int = opt(16384, "tokens of one packed micro-batch")
+    seed: int = opt(42, "order of the rows, initial weights of the ranks")
+
+
+@dataclass
+class SftConfig:
+    """Supervised fine-tuning: `output_dir` receives the Hugging Face folder and metrics.jsonl."""
+
+    output_dir: str = opt("", "folder for the trained model")
+    model: SftModelConfig = section(SftModelConfig)
+    data: SftDataConfig = section(SftDataConfig)
+    fsdp: FsdpConfig = section(FsdpConfig)
+    optim: OptimConfig = section(OptimConfig)
+    train: SftTrainConfig = section(SftTrainConfig)
+    num_procs: int = opt(1, "training ranks on this machine")
+
+    def check(self) -> None:
+        _need(self.output_dir, "output_dir: no folder for the trained model is set")
+        _need(self.model.model_name_or_path, "model.model_name_or_path: no model folder is set")
+        _need(self.data.dataset, "data.dataset: no file of chat rows is set")
+        _need(self.train.batch_size >= 1, f"train.batch_size: expected at least 1, got {self.train.batch_size}")
+        _check_schedule(self.optim, "optim.")
+
+
+def _need(condition: Any, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _check_schedule(optim: OptimConfig, prefix: str) -> None:
+    _need(optim.lr_warmup_ratio == 0 or optim.lr_scheduler != "constant",
+          f"{prefix}lr_warmup_ratio has no effect with lr_scheduler constant: use constant_with_warmup")
+    _need(optim.min_lr_ratio == 0 or optim.lr_scheduler in ("linear", "cosine"),
+          f"{prefix}min_lr_ratio has no effect with lr_scheduler {optim.lr_scheduler}")
+
+
+def options(cls: type, prefix: str = "") -> dict[str, tuple[Any, Any, str]]:
+    """Every option of a configuration class: dotted name -> (type, default, help)."""
+    found: dict[str, tuple[Any, Any, str]] = {}
+    instance = cls()
+    for item in dataclasses.fields(cls):
+        value = getattr(instance, item.name)
+        if dataclasses.is_dataclass(value):
+            found |= options(type(value), f"{prefix}{item.name}.")
+        else:
+            found[prefix + item.name] = (item.type, value, item.metadata["help"])
+    return found
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _reject_unknown(keys: list[str], known: dict[str, Any], source: str) -> None:
+    for key in keys:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]}?" if near else "; --help lists all options"
+            raise ValueError(f"{source}: unknown option {key}{hint}")
+
+
+def _parse_overrides(words: list[str], known: dict[str, tuple[Any, Any, str]]) -> dict[str, Any]:
+    """`--section.option value...` (or `=value`) -> {dotted name: text or list of texts}."""
+    flat: dict[str, Any] = {}
+    index = 0
+    while index < len(words):
+        word = words[index]
+        if not word.startswith("--"):
+            raise ValueError(f"command line: expected --section.option, got {word!r}")
+        name, equals, value = word[2:].partition("=")
+        name = name.replace("-", "_")
+        index += 1
+        values = [value] if equals else []
+        while not equals and index < len(words) and not words[index].startswith("--"):
+            values.append(words[index])
+            index += 1
+        _reject_unknown([name], known, "command line")
+        shaped = _shape(name, values, known[name][1], str(known[name][0]))
+        # a list grows by repetition, so that `--vllm.extra_args=--flag` can be said more than once
+        flat[name] = flat[name] + shaped if equals and name in flat and isinstance(shaped, list) else shaped
+    return flat
+
+
+def _shape(name: str, values: list[str], default: Any, type_text: str) -> Any:
+    if isinstance(default, (tuple, list)):
+        return values
+    if not values and isinstance(default, bool):
+        return True
+    if len(values) != 1:
+        raise ValueError(f"command line: --{name} takes one value, got {len(values)}: {' '.join(values) or '(none)'}")
+    return None if "None" in type_text and values[0].lower() == "none" else values[0]
+
+
+def _unflatten(flat: dict[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *parents, leaf = key.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return tree
+
+
+def load(cls: type[T], path: str | Path | None, overrides: list[str] = (), check: bool = True) -> T:
+    """Build a configuration from a TOML file (or none) and command-line words.
+
+    Raises ValueError with one line: the source, the key, what was expected and what came.
+    """
+    known = options(cls)
+    flat: dict[str, Any] = {}
+    if path is not None:
+        try:
+            flat = _flatten(tomllib.loads(Path(path).read_text()))
+        except FileNotFoundError:
+            raise ValueError(f"{path}: no such configuration file") from None
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{path}: not valid TOML: {error}") from None
+        _reject_unknown(list(flat), known, str(path))
+    flat |= _parse_overrides(list(overrides), known)
+    try:
+        config = pydantic.TypeAdapter(cls).validate_python(_unflatten(flat))
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{key}: {first['msg'].lower()}, got {first['input']!r}") from None
+    if check:
+        config.check()
+    return config
+
+
+def dump(config: Any) -> str:
+    """The whole tree as TOML text; unset options are left out as comments."""
+    lines: list[str] = []
+
+    def emit(node: Any, prefix: str) -> None:
+        values = [(f, getattr(node, f.name)) for f in dataclasses.fields(node)]
+        plain = [(f.name, v) for f, v in values if not dataclasses.is_dataclass(v)]
+        if prefix and plain:
+            lines.append(f"\n[{prefix}]")
+        lines.extend(f"# {name} is unset" if v is None else f"{name} = {_toml(v)}" for name, v in plain)
+        for f, v in values:
+            if dataclasses.is_dataclass(v):
+                emit(v, f"{prefix}.{f.name}" if prefix else f.name)
+
+    emit(config, "")
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    return "[" + ", ".join(_toml(item) for item in value) + "]"
+
+
+def help_text(cls: type) -> str:
+    """One line an option: name, default, meaning."""
+    rows = options(cls)
+    width = max(len(name) for name in rows)
+    return "\n".join(f"  --{name:<{width}}  {text} [{default!r}]" for name, (_, default, text) in rows.items())

@@ -1,0 +1,1 @@
+"""What is read and written: prompts, chat templates, trajectory shards."""

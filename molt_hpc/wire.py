@@ -1,0 +1,116 @@
+"""Frames on a socket: one small msgpack header, then raw little-endian buffers.
+
+A message is a list of frames. Frame 0 is the header: schema number, kind, fields, and for every
+array its name, dtype, shape and CRC-32. The frames after it are the arrays' bytes; whoever only
+relays a message never looks into them. Nothing on a socket is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import numpy as np
+
+SCHEMA = 1
+HEADER_LIMIT = 8 << 20
+"""Bytes of the largest header. Prompts travel in headers; bulk data does not."""
+
+DTYPES = frozenset({"<i2", "<i4", "<i8", "<f4", "<f8", "|u1", "|b1"})
+
+
+class WireError(ValueError):
+    """A frame that must not be used: cut, too large, of another schema, or damaged."""
+
+
+@dataclass
+class Message:
+    """A decoded header and the frames behind it, still undecoded."""
+
+    kind: str
+    fields: dict[str, Any]
+    frames: list[Any]
+    specs: list[dict[str, Any]]
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Decode the payload (read-only views of the frames), checking sizes and checksums."""
+        return {spec["name"]: _array(self.kind, spec, frame) for spec, frame in zip(self.specs, self.frames, strict=True)}
+
+
+def encode(kind: str, fields: dict[str, Any] | None = None, arrays: dict[str, np.ndarray] | None = None) -> list[Any]:
+    """A message as frames. Fields hold msgpack's types only; lists of numbers belong into arrays."""
+    specs, frames = [], []
+    for name, value in (arrays or {}).items():
+        value = np.ascontiguousarray(value)
+        dtype = value.dtype.newbyteorder("<").str if value.dtype.itemsize > 1 else value.dtype.str
+        if dtype not in DTYPES:
+            raise WireError(f"{kind}: array {name} has dtype {value.dtype}, which does not travel")
+        buffer = value.reshape(-1).view(np.uint8)
+        specs.append({"name": name, "dtype": dtype, "shape": list(value.shape), "crc": zlib.crc32(buffer)})
+        frames.append(buffer)
+    try:
+        header = msgpack.packb({"schema": SCHEMA, "kind": kind, "fields": fields or {}, "arrays": specs})
+    except (TypeError, OverflowError) as error:
+        raise WireError(f"{kind}: a field cannot travel: {error}") from None
+    if len(header) > HEADER_LIMIT:
+        raise WireError(f"{kind}: the header has {len(header)} bytes, the limit is {HEADER_LIMIT}")
+    return [header, *frames]
+
+
+def decode(frames: list[Any], max_bytes: int = 1 << 30) -> Message:
+    """Read the header and check the frames' number and total size; payload bytes stay untouched."""
+    if not frames:
+        raise WireError("an empty message")
+    total = sum(_size(frame) for frame in frames)
+    if total > max_bytes:
+        raise WireError(f"a message of {total} bytes, the limit is {max_bytes} (broker.max_message_bytes)")
+    header = _header(frames[0])
+    specs = header["arrays"]
+    if len(specs) != len(frames) - 1:
+        raise WireError(f"{header['kind']}: the header names {len(specs)} arrays, {len(frames) - 1} frames came")
+    for spec, frame in zip(specs, frames[1:]):
+        expected = _expected_bytes(header["kind"], spec)
+        if expected != _size(frame):
+            raise WireError(f"{header['kind']}: array {spec['name']} should have {expected} bytes, {_size(frame)} came")
+    return Message(header["kind"], header["fields"], list(frames[1:]), specs)
+
+
+def _size(frame: Any) -> int:
+    return frame.nbytes if isinstance(frame, np.ndarray) else len(frame)
+
+
+def _header(frame: Any) -> dict[str, Any]:
+    raw = bytes(frame) if _size(frame) <= HEADER_LIMIT else None
+    if raw is None:
+        raise WireError(f"a header of {_size(frame)} bytes, the limit is {HEADER_LIMIT}")
+    try:
+        header = msgpack.unpackb(raw, max_buffer_size=HEADER_LIMIT)
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise WireError(f"a header that is not msgpack: {type(error).__name__}") from None
+    if not isinstance(header, dict) or header.get("schema") != SCHEMA:
+        came = header.get("schema") if isinstance(header, dict) else type(header).__name__
+        raise WireError(f"a header of schema {came!r}, expected {SCHEMA}")
+    shape_ok = (isinstance(header.get("kind"), str) and isinstance(header.get("fields"), dict)
+                and isinstance(header.get("arrays"), list) and all(_spec_ok(s) for s in header["arrays"]))
+    if not shape_ok:
+        raise WireError("a header without kind, fields and arrays of the right types")
+    return header
+
+
+def _spec_ok(spec: Any) -> bool:
+    return (isinstance(spec, dict) and isinstance(spec.get("name"), str) and spec.get("dtype") in DTYPES
+            and isinstance(spec.get("crc"), int) and isinstance(spec.get("shape"), list)
+            and all(isinstance(n, int) and n >= 0 for n in spec["shape"]))
+
+
+def _expected_bytes(kind: str, spec: dict[str, Any]) -> int:
+    return math.prod(spec["shape"]) * np.dtype(spec["dtype"]).itemsize
+
+
+def _array(kind: str, spec: dict[str, Any], frame: Any) -> np.ndarray:
+    if zlib.crc32(frame) != spec["crc"]:
+        raise WireError(f"{kind}: array {spec['name']} is damaged (checksum)")
+    return np.frombuffer(frame, spec["dtype"]).reshape(spec["shape"])
