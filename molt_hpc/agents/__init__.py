@@ -1,0 +1,1 @@
+"""What users write: Env, Result, and the loader of an agent file."""

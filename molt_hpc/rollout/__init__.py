@@ -1,0 +1,1 @@
+"""Rollout nodes: vLLM servers, agent processes, and the worker between them and the broker."""

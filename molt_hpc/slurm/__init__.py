@@ -1,0 +1,1 @@
+"""The life cycle of a run: topology, process launchers, supervisor."""

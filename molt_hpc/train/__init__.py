@@ -1,0 +1,1 @@
+"""The trainer: planning, advantages, losses, the packed forward, the optimizer step."""
