@@ -174,6 +174,7 @@ class LaunchConfig:
     roll_call_timeout: float = opt(900.0, "seconds until every role must have reported")
     stop_grace: float = opt(10.0, "seconds between asking a role to end and killing it")
     socket_dir: str | None = opt(None, "parent of the folder of Unix sockets; unset: the node's temporary folder")
+    pass_env: list[str] = opt([], "further environment variables that the roles inherit; * matches any text")
 
 
 @dataclass

@@ -78,6 +78,16 @@ def decode(frames: list[Any], max_bytes: int = 1 << 30) -> Message:
     return Message(header["kind"], header["fields"], list(frames[1:]), specs)
 
 
+def relay_header(kind: str, fields: dict[str, Any], specs: list[dict[str, Any]]) -> bytes:
+    """A header for payload frames that somebody else encoded; `specs` are theirs."""
+    return msgpack.packb({"schema": SCHEMA, "kind": kind, "fields": fields, "arrays": list(specs)})
+
+
+def relay_frames(message: Message) -> list[Any]:
+    """A received message as frames again, its payload untouched."""
+    return [relay_header(message.kind, message.fields, message.specs), *message.frames]
+
+
 def _size(frame: Any) -> int:
     return frame.nbytes if isinstance(frame, np.ndarray) else len(frame)
 
@@ -87,8 +97,8 @@ def _header(frame: Any) -> dict[str, Any]:
     if raw is None:
         raise WireError(f"a header of {_size(frame)} bytes, the limit is {HEADER_LIMIT}")
     try:
-        header = msgpack.unpackb(raw, max_buffer_size=HEADER_LIMIT)
-    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        header = msgpack.unpackb(raw)
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
         raise WireError(f"a header that is not msgpack: {type(error).__name__}") from None
     if not isinstance(header, dict) or header.get("schema") != SCHEMA:
         came = header.get("schema") if isinstance(header, dict) else type(header).__name__

@@ -1,1 +1,5 @@
-"""What users write: Env, Result, and the loader of an agent file."""
+"""What users write: a Python file with one `Env` subclass."""
+
+from molt_hpc.agents.base import Env, Result
+
+__all__ = ["Env", "Result"]

@@ -36,13 +36,12 @@ class Env:
     code holds up only the rollouts of that process.
     """
 
-    def reset(self, state: dict[str, Any]) -> Any:
+    def reset(self, state: dict[str, Any]) -> str:
         """Called once with {observation: the rendered prompt text, label, seed}.
 
-        Whatever string is returned replaces nothing: it is appended to the prompt as it is. The
-        default adds nothing.
+        The string that is returned becomes the prompt's text; the default keeps it as it is.
         """
-        return ""
+        return state["observation"]
 
     def step(self, state: dict[str, Any]) -> Result:
         """Called after each turn with {observation_text, action_text, label, turn}."""

@@ -1,0 +1,176 @@
+"""The commands: `python -m molt_hpc COMMAND ...`.
+
+Nothing heavy is imported here: `check` and `status` must work on a login node that has no torch. An
+error of the user's is one line on standard error and exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from molt_hpc import __version__
+
+USAGE = """usage: python -m molt_hpc COMMAND ...
+
+  run CONFIG.toml [--section.option value ...]     run the training: starts and watches every role
+  check CONFIG.toml [--section.option value ...]   all checks of run, and what it would start; starts nothing
+  sft CONFIG.toml [--section.option value ...]     supervised fine-tuning on this machine
+  status RUN                                       what the run in this folder is doing
+  stop RUN [--reason TEXT]                         end the run in this folder
+  --version
+
+started by run, one per role: broker, actor, rollout
+
+exit codes of run: 0 done, 1 failed or stopped. `run --help` lists all options.
+"""
+
+
+def cmd_run(words: list[str]) -> int:
+    """Check everything, make the run folder, supervise the run to its end."""
+    from molt_hpc.slurm.preflight import check_run_folder, preflight
+    from molt_hpc.slurm.run_folder import create_log_folder, create_run_folder
+    config = _load_run_config("run", words)
+    if config is None:
+        return 0
+    check_run_folder(Path(config.output_dir))
+    topology = preflight(config, os.environ)
+    run_id = create_run_folder(config, topology, [sys.executable, "-m", "molt_hpc", "run", *words], os.environ)
+    logs = create_log_folder(Path(config.output_dir), attempt=1)
+    from molt_hpc.slurm.supervisor import Supervisor
+    return Supervisor(config, topology, run_id, 1, logs, os.environ).run()
+
+
+def cmd_check(words: list[str]) -> int:
+    """Check everything and print what `run` would do."""
+    from molt_hpc.slurm.preflight import preflight, report
+    config = _load_run_config("check", words)
+    if config is None:
+        return 0
+    print(report(config, preflight(config, os.environ)))
+    return 0
+
+
+def _load_run_config(command: str, words: list[str]):
+    """The configuration of run and check; None after printing their help."""
+    from molt_hpc.config import RunConfig, help_text, load
+    if not words or words[0] in ("-h", "--help") or "--help" in words[1:]:
+        print(f"usage: python -m molt_hpc {command} CONFIG.toml [--section.option value ...]\n\noptions [default]:\n{help_text(RunConfig)}")
+        if words:
+            return None
+        raise ValueError(f"{command}: no configuration file is given")
+    path, overrides = (None, words) if words[0].startswith("--") else (words[0], words[1:])
+    return load(RunConfig, path, overrides)
+
+
+def cmd_broker(words: list[str]) -> int:
+    from molt_hpc.broker.server import main
+    return main(words)
+
+
+def cmd_actor(words: list[str]) -> int:
+    """Become this node's torchrun."""
+    from molt_hpc.slurm.roles import exec_actor, node_rank
+    args = _role_parser("actor").parse_args(words)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    exec_actor(args.run, args.broker, args.attempt, node_rank() if args.node_rank is None else args.node_rank)
+    return 0
+
+
+def cmd_rollout(words: list[str]) -> int:
+    """The worker of this node; its rank comes from the command line or from Slurm."""
+    from molt_hpc.slurm.roles import node_rank
+    parser = _role_parser("rollout")
+    parser.add_argument("--first-rank", type=int, default=0, help="rank of the step's first node")
+    args = parser.parse_args(words)
+    rank = node_rank(args.first_rank) if args.node_rank is None else args.node_rank
+    from molt_hpc.rollout.worker import main
+    return main([str(args.run), "--broker", args.broker, "--attempt", str(args.attempt), "--node-rank", str(rank)])
+
+
+def _role_parser(role: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"python -m molt_hpc {role}")
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("--broker", required=True, help="address of the broker")
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--node-rank", type=int, help="rank of this node in its role; unset: Slurm's SLURM_NODEID")
+    return parser
+
+
+def cmd_sft(words: list[str]) -> int:
+    from molt_hpc.train.sft import main
+    return main(words)
+
+
+def cmd_status(words: list[str]) -> int:
+    """Ask the broker and print its answer as JSON."""
+    parser = argparse.ArgumentParser(prog="python -m molt_hpc status")
+    parser.add_argument("run", type=Path, help="run folder")
+    args = parser.parse_args(words)
+    status = _ask(args.run, "status", {"lines_from": 0})
+    status.pop("reply_to", None)
+    print(json.dumps(status | {"step_lines": status["step_lines"][-3:]}, indent=2))
+    return 0
+
+
+def cmd_stop(words: list[str]) -> int:
+    """Tell the broker to end the run; the supervisor does the rest."""
+    parser = argparse.ArgumentParser(prog="python -m molt_hpc stop")
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("--reason", default="", help="text for the log and the message")
+    args = parser.parse_args(words)
+    _ask(args.run, "stop", {"reason": args.reason or f"stopped by `molt_hpc stop` at {time.strftime('%H:%M:%S')}"})
+    print(f"{args.run}: the broker ends the run")
+    return 0
+
+
+def _ask(run: Path, kind: str, fields: dict) -> dict:
+    """One request to a run's broker. Raises ValueError if there is none."""
+    from molt_hpc.broker.client import BrokerClient, Refused, RunStopped
+    try:
+        endpoint = json.loads((run / "endpoint.json").read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{run}: no endpoint.json, so no broker has listened there yet") from None
+    client = None
+    try:
+        client = BrokerClient(run, endpoint["address"], "observer", f"observer_{os.getpid()}", endpoint["attempt"], timeout=5.0)
+        return client.request(kind, fields, timeout=5.0)
+    except TimeoutError:
+        raise ValueError(f"{run}: the broker at {endpoint['address']} does not answer; the run has ended, or this machine cannot reach it") from None
+    except (RunStopped, Refused) as error:
+        raise ValueError(f"{run}: {error}") from None
+    finally:
+        if client is not None:
+            client.close()
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "run": cmd_run, "check": cmd_check, "broker": cmd_broker, "actor": cmd_actor, "rollout": cmd_rollout, "sft": cmd_sft,
+    "status": cmd_status, "stop": cmd_stop}
+
+
+def main(argv: list[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(__version__)
+        return 0
+    try:
+        if words[0] not in COMMANDS:
+            raise ValueError(f"unknown command {words[0]!r}; commands are {', '.join(COMMANDS)}")
+        return COMMANDS[words[0]](words[1:])
+    except ValueError as error:
+        print(f"molt_hpc: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""One stock `vllm serve`: start it under a guard on a Unix socket, talk to it, end it.
+
+The socket lies in a folder that only the owner can enter, since vLLM's API key guards /v1 alone and not
+the routes that pause it or change its weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from molt_hpc.config import RunConfig
+from molt_hpc.guard import guarded
+
+log = logging.getLogger(__name__)
+
+
+class EngineError(RuntimeError):
+    """The server answered with an error, or could not be reached."""
+
+
+def serve_arguments(config: RunConfig, socket: Path, seed: int) -> list[str]:
+    """The arguments of `vllm serve` for one engine."""
+    vllm = config.vllm
+    words = ["serve", config.actor.model_name_or_path, "--uds", str(socket), "--served-model-name", "policy",
+             "--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--max-model-len", str(config.data.max_len),
+             "--dtype", vllm.dtype, "--seed", str(seed), "--tensor-parallel-size", str(vllm.tensor_parallel_size),
+             "--gpu-memory-utilization", str(vllm.gpu_memory_utilization),
+             "--weight-transfer-config", json.dumps({"backend": config.weights.backend}),
+             "--worker-extension-cls", "molt_hpc.weights.receive.WeightReport",
+             "--enable-prefix-caching" if vllm.enable_prefix_caching else "--no-enable-prefix-caching"]
+    words += ["--enforce-eager"] if vllm.enforce_eager else []
+    words += ["--kv-cache-memory-bytes", str(vllm.kv_cache_memory_bytes)] if vllm.kv_cache_memory_bytes else []
+    words += ["--max-num-seqs", str(vllm.max_num_seqs)] if vllm.max_num_seqs else []
+    return [*words, *vllm.extra_args]
+
+
+def serve_environment(local_index: int, tensor_parallel_size: int) -> dict[str, str]:
+    """This process's environment plus what a server needs; GPUs are given by local index."""
+    env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+                        "DO_NOT_TRACK": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    visible = [g for g in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if g]
+    if len(visible) >= tensor_parallel_size * (local_index + 1):
+        first = local_index * tensor_parallel_size
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first:first + tensor_parallel_size])
+    return env
+
+
+class Engine:
+    """A running server and a connection pool to it."""
+
+    def __init__(self, name: str, config: RunConfig, local_index: int, seed: int, log_path: Path):
+        self.name, self.config, self.log_path = name, config, log_path
+        folder = tempfile.mkdtemp(prefix="molt_hpc_", dir=config.launch.socket_dir)  # mode 0700; its guard removes it
+        self.socket = Path(folder) / "engine.sock"
+        self.world_size = config.vllm.tensor_parallel_size
+        self.running = 0
+        command = [sys.executable, "-m", "molt_hpc.rollout.vllm_launch", *serve_arguments(config, self.socket, seed)]
+        self._log = open(log_path, "ab")
+        self.process = subprocess.Popen(guarded(command, cleanup=folder, owner=os.getpid(), grace=5.0), env=serve_environment(local_index, self.world_size),
+                                        stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def wait_healthy(self) -> float:
+        """Wait until the server answers; returns the seconds it took.
+
+        Raises EngineError with the end of its log if it exits or config.vllm.start_timeout passes.
+        """
+        started = next_report = time.monotonic()
+        while True:
+            if self.process.poll() is not None:
+                raise EngineError(f"{self.name} exited with {self.process.returncode} while starting; the end of {self.log_path}:\n{self.log_tail()}")
+            with contextlib.suppress(EngineError):
+                await self.get("/health", timeout=5)
+                return time.monotonic() - started
+            waited = time.monotonic() - started
+            if waited > self.config.vllm.start_timeout:
+                raise EngineError(f"{self.name} did not become healthy within {waited:.0f} s (vllm.start_timeout); the end of {self.log_path}:\n{self.log_tail()}")
+            if time.monotonic() > next_report + 30:
+                next_report = time.monotonic()
+                log.info("waiting %.0f s for %s to become healthy", waited, self.name)
+            await asyncio.sleep(0.2)
+
+    def log_tail(self, lines: int = 15) -> str:
+        text = self.log_path.read_text(errors="replace").splitlines()
+        return "\n".join(text[-lines:])
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # No limit on connections and no read timeout: a long generation is not a fault.
+            connector = aiohttp.UnixConnector(str(self.socket), limit=0)
+            self._session = aiohttp.ClientSession("http://engine", connector=connector, trust_env=False,
+                                                  timeout=aiohttp.ClientTimeout(total=None, sock_connect=60))
+        return self._session
+
+    async def get(self, path: str, timeout: float | None = None) -> Any:
+        return await self._request("GET", path, None, timeout)
+
+    async def post(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
+        """POST JSON; returns the decoded answer. Raises EngineError on any answer but 200."""
+        return await self._request("POST", path, body, timeout)
+
+    async def _request(self, method: str, path: str, body: Any, timeout: float | None) -> Any:
+        try:
+            async with self._client().request(method, path, json=body, timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=60)) as answer:
+                raw = await answer.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineError(f"{self.name}: {method} {path}: {type(error).__name__}: {error or f'no answer within {timeout} s'}") from None
+        if answer.status != 200:
+            raise EngineError(f"{self.name}: {method} {path}: HTTP {answer.status}: {raw[:500].decode(errors='replace')}")
+        return json.loads(raw) if raw else None
+
+    async def close(self) -> None:
+        """End the server and everything it started."""
+        if self._session is not None:
+            await self._session.close()
+        if self.process.poll() is None:
+            self.process.terminate()
+            await asyncio.to_thread(self.process.wait)
+        self._log.close()

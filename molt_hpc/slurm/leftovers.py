@@ -1,0 +1,45 @@
+"""The last net: processes of a run are found by their environment, whoever their parent is.
+
+Guards end what a run started; this finds on this node whatever escaped all of them (say, a
+guard's two processes were killed in the same instant).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+RUN_ID = "MOLT_HPC_RUN_ID"
+"""Environment variable that every process of a run carries."""
+
+
+def find_processes(run_id: str) -> list[int]:
+    """Living processes on this node whose environment names the run, this process left out."""
+    wanted, found = f"{RUN_ID}={run_id}".encode(), []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/environ", "rb") as file:
+                variables = file.read().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        if wanted in variables and int(name) != os.getpid():
+            found.append(int(name))
+    return found
+
+
+def end_processes(run_id: str, patience: float = 5.0) -> tuple[list[int], list[int]]:
+    """KILL what is left of a run; returns (processes that had to be killed, processes still there)."""
+    killed: set[int] = set()
+    deadline = time.monotonic() + patience
+    while left := find_processes(run_id):
+        if time.monotonic() > deadline:
+            break
+        for pid in left:
+            killed.add(pid)
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        time.sleep(0.05)
+    return sorted(killed), left

@@ -1,0 +1,190 @@
+"""Starting a role: as a plain local process, or as an `srun` step. One interface, `start`.
+
+Both keep the write end of a pipe as the role's life line. Its bytes are signals for every task
+of the step, its end takes every task down, also when this process was killed: the guard around each
+task reads it (see molt_hpc/guard.py), on this node directly and on others through srun.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from molt_hpc.guard import guarded
+from molt_hpc.slurm.topology import Step
+
+PASSED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "LANG", "LC_*", "TMPDIR", "LD_LIBRARY_PATH", "PYTHON*", "VIRTUAL_ENV",
+          "CONDA_PREFIX", "XDG_CACHE_HOME", "SSL_CERT_*", "*_proxy", "*_PROXY", "HF_*", "TRANSFORMERS_*", "TOKENIZERS_*", "TORCH*", "TRITON_*",
+          "VLLM_*", "CUDA*", "NVIDIA_*", "NCCL_*", "GLOO_*", "UCX_*", "FI_*", "SLURM_CONF", "MOLT_HPC_*")
+"""Variables that a role inherits; `launch.pass_env` adds to them. Everything else stays behind."""
+
+NOT_FOR_SRUN = ("SLURM_EXPORT_ENV", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK",
+                "SLURM_DISTRIBUTION", "SLURM_CPU_BIND*", "SLURM_MEM_BIND*", "SLURM_EXACT", "SLURM_STEP_*", "SLURM_LABELIO", "SLURM_UNBUFFEREDIO")
+"""Variables of the job that srun would take as options and that contradict the ones on its line."""
+
+GUARD_GRACE = 4.0
+"""Seconds between TERM and KILL inside a role; longer than the grace of the guards that the role starts itself."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One process of a step: its name in messages, its node, the file with its output."""
+
+    name: str
+    node: str
+    log: Path
+
+
+class Handle:
+    """A started step. `poll` is its exit code once all of it has ended."""
+
+    def __init__(self, step: Step, tasks: list[Task], process: subprocess.Popen, launcher_log: Path | None = None):
+        self.step, self.tasks, self._process, self._launcher_log = step, tasks, process, launcher_log
+
+    @property
+    def role(self) -> str:
+        return self.step.role
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def signal(self, number: int) -> None:
+        """Send TERM, INT, USR1 or USR2 to every task."""
+        try:
+            self._process.stdin.write(bytes([number]))
+            self._process.stdin.flush()
+        except (BrokenPipeError, ValueError):
+            pass  # it has ended or is being taken down
+
+    def terminate(self) -> None:
+        """Ask every task to end."""
+        self.signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Take every task down with all its descendants; the guards do it, within seconds."""
+        try:
+            self._process.stdin.close()
+        except BrokenPipeError:
+            pass
+
+    def kill_launcher(self) -> None:
+        """For a guard or srun that does not end by itself: SIGKILL. The keeper or Slurm does the rest."""
+        self._process.kill()
+
+    def ends(self) -> list[tuple[Task, str]]:
+        """The tasks known to have ended, with a text such as `exit code 7`, in the order they ended."""
+        if self._launcher_log is not None:
+            reported = parse_srun_errors(self._launcher_log.read_text(errors="replace"))
+            named = [(self.tasks[index], how) for index, how in reported if index < len(self.tasks)]
+            if named:
+                return named
+        code = self.poll()
+        return [] if code is None else [(task, describe_code(code)) for task in self.tasks]
+
+    def launcher_message(self) -> str:
+        """What srun itself said last; empty for a local process."""
+        if self._launcher_log is None:
+            return ""
+        lines = [line for line in self._launcher_log.read_text(errors="replace").splitlines() if line.strip()]
+        return lines[-1] if lines else ""
+
+
+class Launcher(Protocol):
+    def start(self, step: Step, argv: list[str], env: dict[str, str], logs: Path) -> Handle:
+        """Start `argv` once on each node of the step; the tasks' output goes to files in `logs`."""
+
+    def line(self, step: Step, argv: list[str], logs: Path) -> list[str]:
+        """The command line that `start` runs."""
+
+
+class LocalLauncher:
+    """Roles as guarded child processes of this one."""
+
+    def line(self, step: Step, argv: list[str], logs: Path) -> list[str]:
+        return guarded(argv, grace=GUARD_GRACE, control_stdin=True, owner=os.getpid())
+
+    def start(self, step: Step, argv: list[str], env: dict[str, str], logs: Path) -> Handle:
+        task = Task(step.task_name(0), step.nodes[0], logs / log_name(step, 0))
+        with open(task.log, "ab") as log:
+            process = subprocess.Popen(self.line(step, argv, logs), env=env, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
+                                       start_new_session=True)
+        return Handle(step, [task], process)
+
+
+class SrunLauncher:
+    """Roles as steps of the Slurm job that this process runs in."""
+
+    def line(self, step: Step, argv: list[str], logs: Path) -> list[str]:
+        count = len(step.nodes)
+        group = [] if step.het_group is None else [f"--het-group={step.het_group}"]
+        # --overlap: a step of ours has its nodes for itself, and must not wait for a shell or driver that runs as a step
+        return ["srun", *group, f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--cpus-per-task={step.cores}",
+                f"--nodelist={','.join(step.nodes)}", f"--job-name={step.role}", "--overlap", "--kill-on-bad-exit=1", "--mpi=none",
+                "--export=ALL", "--input=all", f"--output={logs / log_name(step, None)}", "--open-mode=append",
+                *guarded(argv, grace=GUARD_GRACE, control_stdin=True)]
+
+    def start(self, step: Step, argv: list[str], env: dict[str, str], logs: Path) -> Handle:
+        tasks = [Task(step.task_name(i), node, logs / log_name(step, i)) for i, node in enumerate(step.nodes)]
+        launcher_log = logs / f"{log_stem(step)}_srun.log"
+        with open(launcher_log, "ab") as log:
+            process = subprocess.Popen(self.line(step, argv, logs), env=env, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
+                                       start_new_session=True)
+        return Handle(step, tasks, process, launcher_log)
+
+
+def log_stem(step: Step) -> str:
+    return step.role if step.first_rank == 0 else f"{step.role}_from{step.first_rank}"
+
+
+def log_name(step: Step, index: int | None) -> str:
+    """File name of a task's output; without an index srun's pattern for it."""
+    if step.role == "broker":
+        return "broker.log"
+    return f"{log_stem(step)}_n{'%t' if index is None else index}.log"
+
+
+def role_environment(source: Mapping[str, str], step: Step, run_id: str, launcher: str, extra_names: list[str] = ()) -> dict[str, str]:
+    """The environment of a role: allowed variables, its thread count, and for srun the job's own variables."""
+    env = {name: value for name, value in source.items() if _matches(name, [*PASSED, *extra_names])}
+    if launcher == "srun":
+        env |= {name: value for name, value in source.items() if name.startswith(("SLURM_", "SLURMD_")) and not _matches(name, NOT_FOR_SRUN)}
+    if step.devices:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(step.devices)
+    return env | {"OMP_NUM_THREADS": str(step.omp_threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1", "MOLT_HPC_RUN_ID": run_id}
+
+
+def _matches(name: str, patterns: list[str] | tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def describe_code(code: int) -> str:
+    """`exit code 7`, or the signal's name for 128 + signal and for a negative code."""
+    number = -code if code < 0 else code - 128
+    if number > 0:
+        try:
+            return f"killed by {signal.Signals(number).name}"
+        except ValueError:
+            pass
+    return f"exit code {code}"
+
+
+def parse_srun_errors(text: str) -> list[tuple[int, str]]:
+    """(task index, how it ended) from srun's messages, the first end first.
+
+    srun says `srun: error: n3: task 1: Exited with exit code 7` or `...: tasks 0-2: Killed`.
+    """
+    found = []
+    for match in re.finditer(r"^srun: error: \S+: tasks? ([\d,-]+): (.+)$", text, re.MULTILINE):
+        code = re.search(r"exit code (\d+)", match[2])
+        how = describe_code(int(code[1])) if code else match[2].strip().lower()
+        for item in match[1].split(","):
+            first, _, last = item.partition("-")
+            found += [(index, how) for index in range(int(first), int(last or first) + 1)]
+    return found

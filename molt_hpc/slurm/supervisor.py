@@ -1,0 +1,307 @@
+"""The life of a run: start every role, watch them, say why it ends, leave nothing behind.
+
+One loop in one thread. It looks at every process five times a second and asks the broker for its
+status once a second. The run ends well when the broker ends with 0; anything else that ends, a role, a
+deadline, a signal, ends the run with one message that names it. However it ends, `_stop_everything`
+is the last thing that happens: a stop message, TERM, take-down by the guards, and a search for leftovers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from molt_hpc.broker.client import BrokerClient, Refused, RunStopped, wait_for_endpoint
+from molt_hpc.config import RunConfig
+from molt_hpc.guard import KILL_PATIENCE
+from molt_hpc.slurm.console import Console, find_reason, last_lines
+from molt_hpc.slurm.leftovers import end_processes
+from molt_hpc.slurm.preflight import broker_step, make_launcher
+from molt_hpc.slurm.roles import RoleCommand, address_towards, role_command
+from molt_hpc.slurm.steps import GUARD_GRACE, Handle, LocalLauncher, Task, describe_code, role_environment
+from molt_hpc.slurm.topology import Step, Topology
+
+LOOK = 0.2
+"""Seconds between two looks at the processes."""
+STATUS_INTERVAL, STATUS_TIMEOUT = 1.0, 3.0
+"""Seconds between two status requests, and until one counts as unanswered."""
+ENDPOINT_TIMEOUT = 120.0
+"""Seconds for the broker to listen: a cold file system may need a minute for its imports."""
+WAIT_REPORT = 30.0
+"""Seconds between two lines about the same wait."""
+TAKE_DOWN = 2 * GUARD_GRACE + KILL_PATIENCE + 2
+"""Seconds that the guards may need to take a role down."""
+STOP_SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "SIGINT", signal.SIGHUP: "SIGHUP",
+                signal.SIGUSR1: "SIGUSR1: the job's time limit is near or it is preempted"}
+
+DONE, FAILED = 0, 1
+
+
+class Failure(Exception):
+    """The run must end; the text says why. `handle` is the step whose end is the cause, if one is."""
+
+    def __init__(self, reason: str, handle: Handle | None = None):
+        super().__init__(reason)
+        self.handle = handle
+
+
+class Supervisor:
+    """Runs one attempt of one run; `run` returns the exit code (0 done, 1 failed or stopped)."""
+
+    def __init__(self, config: RunConfig, topology: Topology, run_id: str, attempt: int, logs: Path, env: Mapping[str, str],
+                 command: RoleCommand = role_command):
+        self.config, self.topology, self.run_id, self.attempt, self.logs = config, topology, run_id, attempt, logs
+        self.run_folder, self.env, self.command = Path(config.output_dir).absolute(), env, command
+        self.console = Console(logs / "supervisor.log")
+        self.broker: Handle | None = None
+        self.roles: list[Handle] = []
+        self.client: BrokerClient | None = None
+        self.status = {"phase": "roll_call", "reason": "", "missing": [], "step": 0, "version": 0}
+        self.lines_seen = 0
+        self.asked: int | None = None
+        self.ended_early: dict[Handle, float] = {}
+        self.reported_ends: set[Handle] = set()
+
+    def run(self) -> int:
+        previous = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        code, reason = FAILED, "the supervisor ends"
+        try:
+            self._start_broker()
+            self._start_roles()
+            self._watch()
+            self._let_roles_end()
+            code, reason = DONE, "the run is done"
+        except Failure as failure:
+            reason = str(failure)
+            self._report(failure)
+        finally:
+            self._stop_everything(reason)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            self.console.say(f"run {self.run_folder}: {'done' if code == DONE else 'failed'} after step {self.status['step']}")
+            self.console.close()
+        return code
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        self.asked = self.asked or number
+
+    def _check_asked(self) -> None:
+        if self.asked is not None:
+            raise Failure(f"stopped by {STOP_SIGNALS[self.asked]}")
+
+    # starting ------------------------------------------------------------------------------
+
+    def _start(self, step: Step, where: str, launcher_name: str) -> Handle:
+        launcher = LocalLauncher() if launcher_name == "local" else make_launcher(self.topology)
+        env = role_environment(self.env, step, self.run_id, launcher_name, self.config.launch.pass_env)
+        argv = self.command(step, self.run_folder, self.attempt, where)
+        self.console.say(f"starting {step.role} on {','.join(step.nodes)}, {step.omp_threads} threads a process")
+        try:
+            return launcher.start(step, argv, env, self.logs)
+        except OSError as error:
+            raise Failure(f"{step.role} cannot be started: {error}") from None
+
+    def _start_broker(self) -> None:
+        self.broker = self._start(broker_step(self.topology), listening_host(self.topology), "local")
+        deadline, address = time.monotonic() + ENDPOINT_TIMEOUT, None
+        while address is None:
+            self._check_asked()
+            try:
+                address = wait_for_endpoint(self.run_folder, self.attempt, LOOK)
+            except TimeoutError:
+                if self.broker.poll() is not None:
+                    raise self._end_of(self.broker) from None
+                if time.monotonic() > deadline:
+                    raise Failure(f"the broker did not write its address to {self.run_folder / 'endpoint.json'} within "
+                                  f"{ENDPOINT_TIMEOUT:.0f} s", self.broker) from None
+        try:
+            self.client = BrokerClient(self.run_folder, address, "supervisor", "supervisor", self.attempt, timeout=ENDPOINT_TIMEOUT)
+        except (TimeoutError, Refused, RunStopped) as error:
+            raise Failure(f"the broker at {address} cannot be asked: {error}", self.broker) from None
+        self.address = address
+        self.console.say(f"the broker listens on {address}")
+
+    def _start_roles(self) -> None:
+        for step in self.topology.steps:
+            self._check_asked()
+            self.roles.append(self._start(step, self.address, self.topology.launcher))
+
+    # watching ------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Return when the broker has ended with 0; raise Failure for everything else that ends the run."""
+        started = last_answer = time.monotonic()
+        next_status, next_report = started, started + WAIT_REPORT
+        while True:
+            self._check_asked()
+            if self.broker.poll() is not None:
+                if self.broker.poll() == 0:
+                    return
+                raise self._end_of(self.broker)
+            for handle in self.roles:
+                self._look_at(handle)
+            now = time.monotonic()
+            if now >= next_status:
+                last_answer = now if self._ask_status() else last_answer
+                next_status = time.monotonic() + STATUS_INTERVAL
+            if now - last_answer > self.config.broker.heartbeat_timeout:
+                raise Failure(f"the broker at {self.address} has not answered for {now - last_answer:.0f} s", self.broker)
+            next_report = self._check_roll_call(now, started, next_report)
+            time.sleep(LOOK)
+
+    def _check_roll_call(self, now: float, started: float, next_report: float) -> float:
+        """Say whom the roll call waits for, end it at its deadline; returns when to say so again."""
+        if self.status["phase"] != "roll_call":
+            self.console.waiting(f"step {self.status['step']}, weights version {self.status['version']}")
+            return next_report
+        missing, limit = ", ".join(self.status["missing"]) or "the broker's first status", self.config.launch.roll_call_timeout
+        text = f"waiting for {missing} to report ({now - started:.0f} of {limit:.0f} s)"
+        self.console.waiting(text)
+        if now - started > limit:
+            raise Failure(f"roll call: no report within {limit:.0f} s (launch.roll_call_timeout) from {missing}")
+        if now >= next_report:
+            self.console.say(text)
+            return now + WAIT_REPORT
+        return next_report
+
+    def _ask_status(self) -> bool:
+        """Fetch the broker's status and print its new step lines; False if no answer came."""
+        try:
+            answer = self.client.request("status", {"lines_from": self.lines_seen}, timeout=STATUS_TIMEOUT)
+        except TimeoutError:
+            return False
+        except RunStopped as stop:
+            answer = self.status | {"phase": "failed", "reason": str(stop), "step_lines": []}
+        if answer["phase"] == "running" and self.status["phase"] == "roll_call":
+            self.console.say("every role has reported: the run begins")
+        self.status = answer
+        for line in answer["step_lines"]:
+            self.console.say(line)
+        self.lines_seen += len(answer["step_lines"])
+        if answer["phase"] == "failed":
+            raise Failure(answer["reason"] or "the broker gave no reason", self._first_ended())
+        return True
+
+    def _look_at(self, handle: Handle) -> None:
+        """Raise Failure if this step has ended and should not have."""
+        code = handle.poll()
+        if code is None or handle in self.reported_ends:
+            return
+        if handle not in self.ended_early:
+            self.ended_early[handle] = time.monotonic() + self.config.launch.stop_grace
+            self._ask_status()
+        if self.status["phase"] == "done":
+            self.reported_ends.add(handle)
+            self.console.say(f"{handle.role} has ended ({describe_code(code)})")
+        elif code != 0 or time.monotonic() > self.ended_early[handle]:
+            raise self._end_of(handle)
+
+    def _first_ended(self) -> Handle | None:
+        """The step that ended badly, once those that are about to end had a moment to do so."""
+        deadline = time.monotonic() + 2.0
+        while time.monotonic() < deadline:
+            for handle in self.roles:
+                if handle.poll() not in (None, 0):
+                    return handle
+            time.sleep(LOOK)
+        return None
+
+    def _end_of(self, handle: Handle) -> Failure:
+        """What to say about a step that ended: task, node, how, and why if its log or the broker knows."""
+        task, how = handle.ends()[0]
+        early = "" if handle.poll() else " before the run was done"
+        reason = find_reason(task.log) or handle.launcher_message()
+        if handle is not self.broker and self.status["phase"] == "failed":
+            reason = self.status["reason"]
+        return Failure(f"{task.name} on node {task.node} ended with {how}{early}".replace("with killed", "killed")
+                       + (f": {reason}" if reason else ""), handle)
+
+    # ending --------------------------------------------------------------------------------
+
+    def _report(self, failure: Failure) -> None:
+        """One line with the reason, then the last lines of the logs that explain it."""
+        self.console.error(str(failure))
+        handle = failure.handle
+        if handle is not None:
+            ended: list[Task] = [task for task, _ in handle.ends()[:1]] or handle.tasks[:1]
+            for task in ended:
+                self.console.detail(f"last lines of {task.log}:", last_lines(task.log))
+        elif self.asked is None:
+            for task in [t for h in self.roles for t in h.tasks][:4]:
+                self.console.detail(f"last lines of {task.log}:", last_lines(task.log, 5))
+
+    def _let_roles_end(self) -> None:
+        """The broker is done: the others have the grace to end by themselves."""
+        self.status["phase"] = "done"
+        if not self._wait_for_end(self.roles, self.config.launch.stop_grace):
+            late = ", ".join(h.role for h in self.roles if h.poll() is None)
+            self.console.say(f"{late} did not end within {self.config.launch.stop_grace:.0f} s (launch.stop_grace) of the run's end")
+
+    def _wait_for_end(self, handles: list[Handle], seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while any(h.poll() is None for h in handles):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(LOOK / 4)
+        return True
+
+    def _stop_everything(self, reason: str) -> None:
+        """End what still runs, politely first; returns when nothing of this run is left on this node."""
+        handles = [*self.roles, *([self.broker] if self.broker else [])]
+        grace = self.config.launch.stop_grace
+        if self.client is not None and self.broker.poll() is None:
+            self._send_stop(reason)
+            self._wait_for_end(self.roles, grace / 2)
+        for handle in handles:
+            handle.terminate()
+        self._wait_for_end(handles, grace / 2)
+        for handle in handles:
+            handle.kill()
+        if not self._wait_for_end(handles, TAKE_DOWN):
+            for handle in [h for h in handles if h.poll() is None]:
+                self.console.say(f"{handle.role} did not end: killing its launcher")
+                handle.kill_launcher()
+            self._wait_for_end(handles, TAKE_DOWN)
+        if self.client is not None:
+            self.client.close()
+        killed, left = end_processes(self.run_id)
+        if killed or left:
+            self.console.say(f"processes that had escaped were killed: {killed}; still there: {left}")
+
+    def _send_stop(self, reason: str) -> None:
+        try:
+            self.client.request("stop", {"reason": reason}, timeout=STATUS_TIMEOUT)
+        except (TimeoutError, RunStopped, Refused):
+            pass  # it ends, or hangs; TERM follows
+
+
+def listening_host(topology: Topology) -> str:
+    """The address on which the broker listens: loopback for local roles, else the interface that leads to their nodes.
+
+    Raises Failure if no node of the job can be resolved.
+    """
+    if topology.launcher == "local":
+        return "127.0.0.1"
+    here = socket.gethostname().split(".")[0]
+    others = [node for step in topology.steps for node in step.nodes if node != here]
+    for node in others:
+        for name in (node, _slurm_address(node)):
+            try:
+                return address_towards(name) if name else ""
+            except OSError:
+                continue
+    raise Failure(f"the broker cannot tell on which address to listen: none of {', '.join(others)} resolves")
+
+
+def _slurm_address(node: str) -> str | None:
+    """What Slurm itself uses to reach a node, for clusters whose node names do not resolve."""
+    try:
+        shown = subprocess.run(["scontrol", "show", "node", node], capture_output=True, text=True, timeout=20, env=os.environ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return next((word.removeprefix("NodeAddr=") for word in shown.split() if word.startswith("NodeAddr=")), None)

@@ -1,0 +1,165 @@
+"""Log-probs of sampled tokens from one packed forward pass, without a [tokens, vocabulary] tensor.
+
+A micro-batch is one row: its segments laid end to end, positions restarting at each, attention
+kept inside of each. The model's output layer is taught to answer with [log-prob, entropy] of the
+tokens asked for instead of logits: it works through them in chunks and computes each chunk's
+logits again in the backward pass. It runs where the logits would have been computed, so parameter
+sharding (FSDP, tensor parallel) sees nothing unusual.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+CHUNK_ELEMENTS = 1 << 25
+"""Logits in one chunk (128 MiB of float32)."""
+
+
+@dataclass
+class Packed:
+    """One micro-batch of N predicted tokens in a row of T.
+
+    token_ids, position_ids: int64 [1, T]. lengths: of the segments. rows: int64 [N], the position
+    whose hidden state predicts each token (one before it). targets: int64 [N].
+    inverse_temperature: float32 [N].
+    """
+
+    token_ids: torch.Tensor
+    position_ids: torch.Tensor
+    lengths: list[int]
+    rows: torch.Tensor
+    targets: torch.Tensor
+    inverse_temperature: torch.Tensor
+
+    def block_mask(self) -> torch.Tensor:
+        """bool [1, 1, T, T]: True where a position may attend to another, causally and within its segment."""
+        segment = torch.repeat_interleave(torch.arange(len(self.lengths), device=self.token_ids.device),
+                                          torch.tensor(self.lengths, device=self.token_ids.device))
+        return ((segment[:, None] == segment[None, :]).tril())[None, None]
+
+
+def pack_segments(token_ids: list[np.ndarray], predicted: list[np.ndarray], temperatures: list[float], device: torch.device) -> Packed:
+    """Lay segments end to end. predicted: bool [T_s] each, the tokens whose log-probs are wanted; never the first."""
+    assert len(token_ids) == len(predicted) == len(temperatures) >= 1
+    assert not any(mask[0] for mask in predicted), "the first token of a segment has no context to be predicted from"
+    lengths = [len(ids) for ids in token_ids]
+    flat = np.concatenate(token_ids).astype(np.int64)
+    wanted = np.flatnonzero(np.concatenate(predicted))
+    temperature = np.repeat(np.asarray(temperatures, np.float32), lengths)[wanted]
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    return Packed(tensor(flat)[None], tensor(np.concatenate([np.arange(n) for n in lengths]))[None], lengths,
+                  tensor(wanted - 1), tensor(flat[wanted]), tensor(1.0 / temperature))
+
+
+class TokenScores(torch.autograd.Function):
+    """Log-prob and entropy of N tokens from hidden states [N, H] and the output weight [V, H], chunk by chunk.
+
+    With a process group, each rank holds `weight` rows vocab_start .. vocab_start + len(weight) and
+    the sums run over the group. Entropy is a metric: it has no gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, inverse_temperature, chunk, vocab_start, group):
+        log_probs, entropies, normalisers = [], [], []
+        for part in _chunks(len(targets), chunk):
+            logits = _logits(hidden[part], weight, inverse_temperature[part])
+            largest = logits.amax(-1)
+            _all_reduce(largest, group, dist.ReduceOp.MAX)
+            weights = (logits - largest[:, None]).exp()
+            local, inside = _local_targets(targets[part], vocab_start, len(weight))
+            target = torch.where(inside, logits.gather(-1, local[:, None])[:, 0], 0.0)
+            sums = torch.stack([weights.sum(-1), (weights * logits).sum(-1), target])
+            _all_reduce(sums, group, dist.ReduceOp.SUM)
+            normaliser = largest + sums[0].log()
+            log_probs.append(sums[2] - normaliser)
+            entropies.append(normaliser - sums[1] / sums[0])
+            normalisers.append(normaliser)
+        entropy = torch.cat(entropies)
+        ctx.save_for_backward(hidden, weight, targets, inverse_temperature, torch.cat(normalisers))
+        ctx.chunk, ctx.vocab_start = chunk, vocab_start
+        ctx.mark_non_differentiable(entropy)
+        return torch.cat(log_probs), entropy
+
+    @staticmethod
+    def backward(ctx, grad_log_prob, _):
+        hidden, weight, targets, inverse_temperature, normaliser = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype)
+        for part in _chunks(len(targets), ctx.chunk):
+            grad = (_logits(hidden[part], weight, inverse_temperature[part]) - normaliser[part, None]).exp_().neg_()
+            local, inside = _local_targets(targets[part], ctx.vocab_start, len(weight))
+            grad.scatter_add_(-1, local[:, None], inside[:, None].to(grad.dtype))
+            grad.mul_((grad_log_prob[part] * inverse_temperature[part])[:, None])
+            grad = grad.to(hidden.dtype)
+            grad_hidden[part] = grad @ weight
+            grad_weight += grad.T @ hidden[part]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+def _chunks(count: int, chunk: int) -> list[slice]:
+    return [slice(at, min(at + chunk, count)) for at in range(0, count, chunk)]
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, inverse_temperature: torch.Tensor) -> torch.Tensor:
+    """At least float32, divided by the temperature after the cast, as the engine does."""
+    logits = hidden @ weight.T
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)) * inverse_temperature[:, None]
+
+
+def _local_targets(targets: torch.Tensor, start: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inside = (targets >= start) & (targets < start + size)
+    return torch.where(inside, targets - start, 0), inside
+
+
+def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None, operation: dist.ReduceOp) -> None:
+    if group is not None:
+        dist.all_reduce(tensor, operation, group)
+
+
+class ScoringHead:
+    """Replaces the forward of a model's output layer; `ask` says what the next forward pass must answer."""
+
+    def __init__(self, layer: torch.nn.Linear, chunk_elements: int = CHUNK_ELEMENTS):
+        if getattr(layer, "bias", None) is not None:
+            raise ValueError("the model's output layer has a bias, which the chunked head does not support")
+        self.layer, self.chunk_elements = layer, chunk_elements
+        self.asked: Packed | None = None
+        layer.forward = self.forward
+
+    def ask(self, packed: Packed) -> None:
+        self.asked = packed
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [1, T, H] -> [1, N, 2]: log-prob and entropy (under tensor parallelism wrapped for the layer's hooks)."""
+        assert self.asked is not None, "a forward pass without a request"
+        packed, self.asked = self.asked, None
+        weight, start, mesh = self.layer.weight, 0, None
+        if isinstance(weight, DTensor):
+            mesh = weight.device_mesh
+            assert mesh.ndim == 1 and weight.placements == (Shard(0),), f"output weight placed as {weight.placements}"
+            start = mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
+            weight = weight.to_local()
+        if isinstance(hidden, DTensor):
+            # Each rank differentiates its part of the vocabulary only: the gradients are to be summed.
+            hidden = hidden.to_local(grad_placements=[Partial()])
+        chunk = max(1, self.chunk_elements // len(weight))
+        scores = torch.stack(TokenScores.apply(hidden[0, packed.rows], weight, packed.targets, packed.inverse_temperature, chunk,
+                                               start, mesh.get_group() if mesh else None), -1)[None]
+        return scores if mesh is None else DTensor.from_local(scores, mesh, [Shard(-1)], run_check=False)
+
+
+def read_scores(output: torch.Tensor, tensor_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probs [N], entropies [N]) from what the model returned in place of logits."""
+    if isinstance(output, DTensor):
+        output = output.to_local()
+    elif output.shape[-1] > 2:
+        output = output[..., 2 * tensor_rank:2 * tensor_rank + 2]
+    return output[0, :, 0], output[0, :, 1].detach()

@@ -1,0 +1,35 @@
+"""Fixtures shared by all tests: tiny models, and a quiet, single-threaded environment for them and their children."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Spinning OpenMP threads on shared cores cost more than the tests' arithmetic; children inherit this.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory):
+    """A function kind, **options -> folder; each variant is made once a session."""
+    from tests.tiny import make_tiny
+
+    made: dict[tuple, Path] = {}
+
+    def get(kind: str, **options) -> Path:
+        key = (kind, *sorted(options.items()))
+        if key not in made:
+            made[key] = make_tiny(kind, tmp_path_factory.mktemp(kind), **options)
+        return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3(tiny_models) -> Path:
+    return tiny_models("qwen3")
