@@ -60,11 +60,11 @@ def cmd_check(words: list[str]) -> int:
 def _load_run_config(command: str, words: list[str]):
     """The configuration of run and check; None after printing their help."""
     from molt_hpc.config import RunConfig, help_text, load
-    if not words or words[0] in ("-h", "--help") or "--help" in words[1:]:
+    if not words:
+        raise ValueError(f"{command}: no configuration file is given; usage: python -m molt_hpc {command} CONFIG.toml [--section.option value ...]")
+    if {"-h", "--help"} & set(words):
         print(f"usage: python -m molt_hpc {command} CONFIG.toml [--section.option value ...]\n\noptions [default]:\n{help_text(RunConfig)}")
-        if words:
-            return None
-        raise ValueError(f"{command}: no configuration file is given")
+        return None
     path, overrides = (None, words) if words[0].startswith("--") else (words[0], words[1:])
     return load(RunConfig, path, overrides)
 
@@ -151,8 +151,8 @@ def _ask(run: Path, kind: str, fields: dict) -> dict:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "run": cmd_run, "check": cmd_check, "broker": cmd_broker, "actor": cmd_actor, "rollout": cmd_rollout, "sft": cmd_sft,
-    "status": cmd_status, "stop": cmd_stop}
+    "run": cmd_run, "check": cmd_check, "sft": cmd_sft, "status": cmd_status, "stop": cmd_stop}
+ROLES: dict[str, Callable[[list[str]], int]] = {"broker": cmd_broker, "actor": cmd_actor, "rollout": cmd_rollout}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -163,6 +163,8 @@ def main(argv: list[str] | None = None) -> int:
     if words[0] == "--version":
         print(__version__)
         return 0
+    if words[0] in ROLES:
+        return ROLES[words[0]](words[1:])  # an error in a role is shown with its traceback, in the role's log
     try:
         if words[0] not in COMMANDS:
             raise ValueError(f"unknown command {words[0]!r}; commands are {', '.join(COMMANDS)}")

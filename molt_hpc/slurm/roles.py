@@ -54,11 +54,12 @@ def free_port(host: str) -> int:
         return probe.getsockname()[1]
 
 
-def torchrun_line(run: Path, broker: str, attempt: int, rank: int, nodes: int, procs: int, host: str, port: int) -> list[str]:
+def torchrun_line(run: Path, broker: str, attempt: int, rank: int, nodes: int, procs: int, host: str, port: int,
+                  program: tuple[str, ...] = ("-m", "molt_hpc.train.loop")) -> list[str]:
     """The torchrun of one training node; static rendezvous, because the nodes are known and a failure ends the run."""
     return [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={procs}", f"--node-rank={rank}",
             "--rdzv-backend=static", f"--master-addr={host}", f"--master-port={port}", "--max-restarts=0",
-            "-m", "molt_hpc.train.loop", str(run), "--broker", broker, "--attempt", str(attempt)]
+            *program, str(run), "--broker", broker, "--attempt", str(attempt)]
 
 
 def exec_actor(run: Path, broker: str, attempt: int, rank: int) -> None:

@@ -218,8 +218,8 @@ class Supervisor:
         reason = find_reason(task.log) or handle.launcher_message()
         if handle is not self.broker and self.status["phase"] == "failed":
             reason = self.status["reason"]
-        return Failure(f"{task.name} on node {task.node} ended with {how}{early}".replace("with killed", "killed")
-                       + (f": {reason}" if reason else ""), handle)
+        verb = "was" if how.startswith("killed") else "ended with"
+        return Failure(f"{task.name} on node {task.node} {verb} {how}{early}" + (f": {reason}" if reason else ""), handle)
 
     # ending --------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ class Step:
 
     def task_name(self, index: int) -> str:
         """The name of the task on `nodes[index]` in roll calls and messages."""
-        return "actor" if self.role == "actor" else f"{self.role}_n{self.first_rank + index}"
+        return f"{self.role}_n{self.first_rank + index}" if self.role == "rollout" else self.role
 
 
 @dataclass(frozen=True)

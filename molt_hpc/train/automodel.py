@@ -8,6 +8,7 @@ tiny models in tests.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
 from pathlib import Path
 from typing import Any

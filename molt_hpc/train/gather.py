@@ -1,0 +1,80 @@
+"""Whole weights under their Hugging Face names, gathered one parameter at a time.
+
+Both readers of the weights, the engines and the exported folder, know the names of the published
+checkpoint. AutoModel's and transformers' own modules fuse experts; what they hold is converted back
+after the gather, because a rank's shard may hold only its own experts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Iterator
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from molt_hpc.train.model import TrainModel
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Floating-point dtypes as safetensors headers name them."""
+
+
+def checkpoint_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """Hugging Face name -> dtype of every floating-point tensor in a folder's safetensors files (headers only)."""
+    found: dict[str, torch.dtype] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        found |= {name: DTYPES[spec["dtype"]] for name, spec in header.items() if name != "__metadata__" and spec["dtype"] in DTYPES}
+    return found
+
+
+class FullWeights:
+    """The model's weights as (name, tensor) pairs; an iteration is a sequence of collectives, in the same order on all ranks.
+
+    dtype: of all floating-point tensors, or None for that of the checkpoint which the model was
+    loaded from, tensor by tensor. Tied weights come once. Every rank receives every tensor and may
+    drop it at once.
+    """
+
+    def __init__(self, model: TrainModel, dtype: torch.dtype | None = None):
+        self.model, self.dtype = model, dtype
+        self._original = checkpoint_dtypes(model.folder)
+        self._common = max(self._original.values(), key=list(self._original.values()).count, default=torch.float32)
+
+    def _native(self) -> list[tuple[str, torch.Tensor]]:
+        return [*self.model.named_parameters(), *self.model.named_buffers()]
+
+    def _convert(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """One of the module's tensors as the checkpoint's; works on meta tensors too."""
+        module = self.model.module
+        adapter = getattr(module, "state_dict_adapter", None)
+        if adapter is not None:
+            return list(adapter.convert_single_tensor_to_hf(name, tensor, exclude_key_regex=None, quantization=False))
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return list(revert_weight_conversion(module, {name: tensor}).items())
+
+    def _served(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        if not dtype.is_floating_point:
+            return dtype
+        return self.dtype or self._original.get(name, self._common)
+
+    def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """(name, dtype, shape) in the order of iteration; gathers nothing."""
+        rows = []
+        for name, tensor in self._native():
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            rows += [(hf, self._served(hf, part.dtype), tuple(part.shape)) for hf, part in self._convert(name, empty)]
+        return rows
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.model.reshard()
+        with torch.no_grad():
+            for name, tensor in self._native():
+                full = tensor.detach()
+                full = full.full_tensor() if isinstance(full, DTensor) else full
+                for hf, part in self._convert(name, full):
+                    yield hf, part.to(self._served(hf, part.dtype)).contiguous()
+                del full

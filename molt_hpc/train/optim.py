@@ -1,0 +1,98 @@
+"""AdamW, the learning-rate schedule, and the guarded optimizer step.
+
+The schedule is a pure function of the position in the run, so a resumed or replayed run needs no
+scheduler state. The step is guarded: a loss or gradient that is not finite changes nothing and
+raises on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from molt_hpc.config import OptimConfig
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on as it is; raised on all ranks alike, weights as before the optimizer step."""
+
+
+def build_optimizer(named_parameters: list[tuple[str, torch.nn.Parameter]], config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW over sharded parameters; norms and biases have no weight decay."""
+    adam = config.adam
+    decayed = [p for name, p in named_parameters if p.ndim >= 2 and "norm" not in name and not name.endswith("bias")]
+    chosen = {id(p) for p in decayed}
+    plain = [p for _, p in named_parameters if id(p) not in chosen]
+    groups = [{"params": decayed, "weight_decay": adam.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    # foreach would stack parameters of different meshes (experts, dense), which DTensor refuses
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=adam.lr, betas=tuple(adam.betas), eps=adam.eps, foreach=False)
+
+
+def learning_rate(config: OptimConfig, position: float, total: int | None) -> float:
+    """The rate of the optimizer step at `position` (0 .. total, fractions allowed) of a run of `total` steps.
+
+    Warm-up rises linearly and reaches the peak at its last step. linear and cosine then fall to
+    min_lr_ratio x peak at the end of the run. Raises ValueError if the schedule needs a total that is not known.
+    """
+    name, peak = config.lr_scheduler, config.adam.lr
+    if name == "constant":
+        return peak
+    if not total and (name != "constant_with_warmup" or config.lr_warmup_ratio > 0):
+        raise ValueError(f"lr_scheduler {name}: the number of steps of the run is not known; set train.max_steps")
+    warmup = round(config.lr_warmup_ratio * (total or 0))
+    if position < warmup:
+        return peak * min(1.0, (position + 1) / warmup)
+    if name == "constant_with_warmup":
+        return peak
+    progress = min(1.0, (position - warmup) / max(1, total - warmup))
+    fall = 1 - progress if name == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * fall)
+
+
+def local_square_sum(parameters: list[torch.nn.Parameter], world_size: int) -> torch.Tensor:
+    """This rank's share of the squared gradient norm, float64; the shares of all ranks add up to it.
+
+    A gradient that several ranks hold in full counts as one: each holder gives its part.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is None:
+            continue
+        holders = world_size
+        if isinstance(grad, DTensor):
+            for size, placement in zip(grad.device_mesh.shape, grad.placements, strict=True):
+                holders //= size if isinstance(placement, Shard) or placement.is_shard() else 1
+            grad = grad.to_local()
+        total = total.to(grad.device) + grad.detach().to(torch.float64).square().sum() / holders
+    return total
+
+
+def guarded_step(optimizer: torch.optim.Optimizer, rate: float, max_norm: float, local_loss: torch.Tensor,
+                 device: torch.device) -> tuple[float, float]:
+    """Clip the global gradient norm, check loss and norm on all ranks, step, and clear the gradients.
+
+    local_loss: this rank's share of the loss; the shares add up. Returns (loss, norm before clipping),
+    equal on all ranks. Raises TrainingError on all ranks, without stepping, if either is not finite.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    squares = local_square_sum(parameters, dist.get_world_size())
+    packed = torch.stack([squares.to(device), local_loss.detach().to(device, torch.float64)])
+    dist.all_reduce(packed)
+    norm, loss = math.sqrt(packed[0].item()) if packed[0] >= 0 else math.nan, packed[1].item()
+    if not (math.isfinite(norm) and math.isfinite(loss)):
+        optimizer.zero_grad(set_to_none=True)
+        raise TrainingError(f"loss {loss} and gradient norm {norm}: expected finite numbers; the optimizer step was not made. "
+                            "Lower actor.adam.lr, or look at the step's saved trajectories with tools/replay.py")
+    if max_norm > 0 and norm > max_norm:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(max_norm / (norm + 1e-6))
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss, norm

@@ -1,0 +1,55 @@
+"""The configuration: files and overrides, and one-line errors that name the key."""
+
+import pytest
+
+from molt_hpc.config import RunConfig, SftConfig, dump, help_text, load, options
+
+NEEDED = ["--output_dir", "r", "--actor.model_name_or_path", "m", "--data.prompt_dataset", "p", "--train.agent_path", "a"]
+
+
+def test_the_resolved_tree_reads_back_as_itself(tmp_path):
+    config = load(RunConfig, None, [*NEEDED, "--actor.adam.lr", "1e-3", "--rollout.max-new-tokens", "none", "--vllm.enforce_eager",
+                                    "--actor.eps_clip_low_high", "0.1", "0.3", "--vllm.extra_args=--a", "--vllm.extra_args=--b"])
+    assert config.actor.adam.lr == 1e-3 and config.actor.eps_clip_low_high == (0.1, 0.3)
+    assert config.vllm.enforce_eager is True and config.vllm.extra_args == ["--a", "--b"]
+    path = tmp_path / "c.toml"
+    path.write_text(dump(config))
+    assert load(RunConfig, path) == config
+
+
+def test_the_command_line_wins_over_the_file(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text("[train]\nseed = 1\nmax_lag = 2\n")
+    config = load(RunConfig, path, [*NEEDED, "--train.seed", "9"])
+    assert (config.train.seed, config.train.max_lag) == (9, 2)
+
+
+@pytest.mark.parametrize("words, text", [
+    (["--train.agent_pth", "x"], "unknown option train.agent_pth; did you mean train.agent_path?"),
+    (["--train.max_lag", "soon"], "train.max_lag: .*integer.*'soon'"),
+    (["--train.max_lag"], "--train.max_lag takes one value, got 0"),
+    (["stray"], "expected --section.option, got 'stray'"),
+    (["--actor.lr_warmup_ratio", "0.1"], "no effect with lr_scheduler constant"),
+    (["--rollout.n_samples_per_prompt", "1"], "n_samples_per_prompt: grpo"),
+    (["--train.batch_size", "5"], "do not divide rollout.batch_size 32"),
+    (["--fsdp.tp_size", "3"], "does not divide the 2 training ranks"),
+    (["--vllm.num_engines", "3", "--rollout.num_nodes", "2"], "cannot be spread evenly"),
+])
+def test_wrong_options_are_one_line_errors_that_name_the_key(words, text):
+    with pytest.raises(ValueError, match=text) as error:
+        load(RunConfig, None, [*words, *NEEDED])
+    assert "\n" not in str(error.value)
+
+
+def test_unknown_keys_in_a_file_name_the_file_and_the_nearest_key(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text("[rollout]\ntemprature = 1.0\n")
+    with pytest.raises(ValueError, match="c.toml: unknown option rollout.temprature; did you mean rollout.temperature"):
+        load(RunConfig, path, NEEDED)
+
+
+@pytest.mark.parametrize("cls", [RunConfig, SftConfig])
+def test_help_lists_every_option_with_a_text(cls):
+    text = help_text(cls)
+    for name, (_, _, meaning) in options(cls).items():
+        assert f"--{name} " in text and len(meaning) > 10
