@@ -1,0 +1,132 @@
+"""Agent processes: whatever user code does, it is bounded, reported, and the pool is whole again."""
+
+import asyncio
+import os
+import time
+
+import pytest
+
+from molt_hpc.rollout.isolation import AgentFault, AgentPool, AgentProcessGone
+
+AGENT = '''
+import os, subprocess, time
+from molt_hpc.agents import Env, Result
+
+class Agent(Env):
+    def reset(self, state):
+        if state["label"] == "raise":
+            raise KeyError("no such label")
+        return state["observation"] + "!"
+
+    def step(self, state):
+        word = state["action_text"]
+        if word == "hang":
+            time.sleep(1000)
+        if word == "exit":
+            os._exit(3)
+        if word == "child":
+            return Result(info={"pid": subprocess.Popen(["sleep", "1000"], start_new_session=True).pid})
+        if word == "text":
+            return "not a Result"
+        return Result(reward=0.5, observation=word, terminated=False, info={"length": len(word), "note": "dropped"})
+'''
+
+
+def with_pool(tmp_path, body, agent=AGENT, processes=1):
+    (tmp_path / "agent.py").write_text(agent)
+
+    async def main():
+        pool = AgentPool(str(tmp_path / "agent.py"), processes, 4, tmp_path, "test")
+        try:
+            await pool.wait_ready()
+            return await body(pool)
+        finally:
+            await pool.close()
+
+    return asyncio.run(main())
+
+
+def ask(pool, op, state, timeout=20.0, rollout="r"):
+    return pool.pick().call(op, rollout, state, timeout)
+
+
+async def opened(pool, rollout="r"):
+    await ask(pool, "reset", {"observation": "hi", "label": None}, rollout=rollout)
+
+
+def test_reset_step_and_close_reach_the_users_class(tmp_path):
+    async def body(pool):
+        assert await ask(pool, "reset", {"observation": "hi", "label": None}) == "hi!"
+        result = await ask(pool, "step", {"action_text": "abc"})
+        assert result["reward"] == 0.5 and result["observation"] == "abc" and result["info"] == {"length": 3.0}
+        assert await ask(pool, "close", None) is None
+
+    with_pool(tmp_path, body)
+
+
+def test_an_exception_comes_back_with_the_users_traceback(tmp_path):
+    async def body(pool):
+        with pytest.raises(AgentFault, match="no such label") as error:
+            await ask(pool, "reset", {"observation": "hi", "label": "raise"})
+        assert "agent.py" in error.value.traceback
+        await opened(pool)
+        with pytest.raises(AgentFault, match="must return a Result, it returned str"):
+            await ask(pool, "step", {"action_text": "text"})
+
+    with_pool(tmp_path, body)
+
+
+def test_a_hanging_step_is_bounded_and_its_process_replaced(tmp_path):
+    async def body(pool):
+        await opened(pool)
+        await opened(pool, "other")
+        hanging = pool.pick()
+        with pytest.raises(TimeoutError, match="step did not return"):
+            await hanging.call("step", "r", {"action_text": "hang"}, 1.0)
+        bystander = asyncio.ensure_future(hanging.call("step", "other", {"action_text": "hang"}, 60.0))
+        await asyncio.sleep(0.1)
+        pool.replace(hanging)
+        with pytest.raises(AgentProcessGone, match="another rollout|a rollout hung"):
+            await bystander
+        await opened(pool)
+        assert (await ask(pool, "step", {"action_text": "ab"}))["observation"] == "ab"
+        return hanging.process
+
+    process = with_pool(tmp_path, body)
+    assert process.poll() is not None
+
+
+def test_an_exit_in_user_code_ends_its_calls_and_the_pool_recovers(tmp_path):
+    async def body(pool):
+        await opened(pool)
+        with pytest.raises(AgentProcessGone):
+            await ask(pool, "step", {"action_text": "exit"})
+        for _ in range(100):
+            if pool._processes[0].process.poll() is not None:
+                break
+            await asyncio.sleep(0.1)
+        await opened(pool)
+        assert (await ask(pool, "step", {"action_text": "x"}))["reward"] == 0.5
+
+    with_pool(tmp_path, body)
+
+
+def test_children_that_user_code_left_behind_end_with_the_pool(tmp_path):
+    async def body(pool):
+        await opened(pool)
+        return int((await ask(pool, "step", {"action_text": "child"}))["info"]["pid"])
+
+    pid = with_pool(tmp_path, body)
+    for _ in range(50):
+        if not os.path.exists(f"/proc/{pid}"):
+            break
+        time.sleep(0.1)
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_a_file_that_cannot_be_imported_is_a_clear_error(tmp_path):
+    async def body(pool):
+        pass
+
+    with pytest.raises(RuntimeError, match="defines none"):
+        with_pool(tmp_path, body, agent="x = 1\n")
