@@ -70,8 +70,18 @@ def _load_run_config(command: str, words: list[str]):
 
 
 def cmd_broker(words: list[str]) -> int:
-    from molt_hpc.broker.server import main
-    return main(words)
+    """The broker of a run; the only process that writes its metrics."""
+    from molt_hpc.broker.server import Broker
+    from molt_hpc.config import RunConfig, load
+    from molt_hpc.observe.metrics import StepWriter
+    parser = argparse.ArgumentParser(prog="python -m molt_hpc broker")
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    args = parser.parse_args(words)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    config = load(RunConfig, args.run / "config.toml")
+    return Broker(args.run, config, args.attempt, StepWriter(args.run, config.logger.tensorboard), args.host).serve()
 
 
 def cmd_actor(words: list[str]) -> int:

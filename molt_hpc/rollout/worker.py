@@ -76,7 +76,7 @@ class Worker:
             seed = config.train.seed + self.node_rank * per_node + index
             self.engines[name] = Engine(name, config, index, seed, self.logs / f"engine_{self.name}_{index}.log")
         self.agents = AgentPool(config.train.agent_path, config.agent.processes, config.rollout.concurrency, self.logs, self.name)
-        self.tokenizer = await asyncio.to_thread(_load_tokenizer, config.actor.model_name_or_path)
+        self.tokenizer = await asyncio.to_thread(_load_tokenizer, config)
         await self.agents.wait_ready()
         seconds = await asyncio.gather(*(e.wait_healthy() for e in self.engines.values()))
         log.info("%d engines are healthy after %.1f s", len(seconds), max(seconds))
@@ -169,10 +169,13 @@ class Worker:
                                          "reason": reason, "traceback": trace, "prompt": lease.prompt.to_header()})
 
 
-def _load_tokenizer(path: str) -> Any:
+def _load_tokenizer(config: RunConfig) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(config.actor.model_name_or_path)
+    if config.data.apply_chat_template and not tokenizer.chat_template:
+        raise ValueError(f"{config.actor.model_name_or_path}: the tokenizer has no chat template: add one, or set data.apply_chat_template to false")
+    return tokenizer
 
 
 def main(argv: list[str] | None = None) -> int:

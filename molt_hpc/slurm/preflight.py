@@ -37,12 +37,17 @@ def preflight(config: RunConfig, env: Mapping[str, str]) -> Topology:
     Raises ValueError with one line that says what was expected, what was found and where.
     """
     topology = plan(config, env, this_machine(env))
+    check_inputs(config)
+    return topology
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Check the model folder, every prompt and the agent file. Raises ValueError."""
     check_model(config.actor.model_name_or_path)
     from molt_hpc.agents.loader import load_agent
     from molt_hpc.data.prompts import check_prompts
     check_prompts(config)
     load_agent(config.train.agent_path)
-    return topology
 
 
 def check_model(folder: str) -> None:

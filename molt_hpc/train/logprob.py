@@ -151,8 +151,9 @@ class ScoringHead:
             # Each rank differentiates its part of the vocabulary only: the gradients are to be summed.
             hidden = hidden.to_local(grad_placements=[Partial()])
         chunk = max(1, self.chunk_elements // len(weight))
-        scores = torch.stack(TokenScores.apply(hidden[0, packed.rows], weight, packed.targets, packed.inverse_temperature, chunk,
-                                               start, mesh.get_group() if mesh else None), -1)[None]
+        log_probs, entropies = TokenScores.apply(hidden[0, packed.rows], weight, packed.targets, packed.inverse_temperature, chunk,
+                                                 start, mesh.get_group() if mesh else None)
+        scores = torch.stack((log_probs[None], entropies[None]), -1)
         return scores if mesh is None else DTensor.from_local(scores, mesh, [Shard(-1)], run_check=False)
 
 

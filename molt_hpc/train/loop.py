@@ -25,7 +25,7 @@ from molt_hpc.config import RunConfig, load
 from molt_hpc.data.shards import build_batch, write_shard
 from molt_hpc.records import Rollout
 from molt_hpc.train.actor import Actor, TrainingError
-from molt_hpc.train.checkpoint import prune, save_checkpoint
+from molt_hpc.train.checkpoint import checkpoint_folder, prune, save_checkpoint
 from molt_hpc.train.export import export_hf
 from molt_hpc.train.publish import Publisher
 from molt_hpc.weights.publish import make_sender
@@ -50,7 +50,7 @@ class Loop:
             if self.config.ckpt.save_steps and self.version % self.config.ckpt.save_steps == 0:
                 self._save()
         self._save()
-        folder = self.run / "checkpoints" / f"step_{self.version:06d}" / "hf"
+        folder = checkpoint_folder(self.run, self.version) / "hf"
         export_hf(self.actor, folder)
         if self.client:
             log.info("the trained model is in %s", folder)
@@ -127,7 +127,8 @@ def run_rank(run: Path, config: RunConfig, broker: str, attempt: int) -> None:
     steps = torch.tensor([client.welcome["total_steps"] if client else 0], device="cuda" if torch.cuda.is_available() else "cpu")
     dist.broadcast(steps, 0)
     actor = Actor(config, int(steps.item()))
-    sender = make_sender(config.weights.backend, actor.weights(), rank, local_address(broker), config.weights.bucket_bytes, config.weights.timeout)
+    dtype = None if config.vllm.dtype == "auto" else getattr(torch, config.vllm.dtype)
+    sender = make_sender(config.weights.backend, actor.weights(dtype), rank, local_address(broker), config.weights.bucket_bytes, config.weights.timeout)
     publisher = Publisher(client, sender, config.weights.timeout, config.launch.roll_call_timeout)
     if client:
         client.request("ready")

@@ -16,6 +16,7 @@ Names and meanings (means over sampled tokens unless said otherwise):
     frac_groups_zero_std               groups whose clipped rewards are all equal: they teach nothing
     response_length_mean, turns_mean, truncated_fraction   over rollouts; lengths in sampled tokens
     sampled_tokens, tokens             sums over the batch
+    info_<name>                        what the agent reported, over the rollouts that did
 """
 
 from __future__ import annotations
@@ -54,4 +55,6 @@ def batch_metrics(batch: Batch, advantages: np.ndarray, clip_range: tuple[float,
              "turns_mean": np.mean([r["turns"] for r in batch.rollouts]),
              "truncated_fraction": np.mean([r["truncated"] for r in batch.rollouts]),
              "sampled_tokens": int(sampled.sum()), "tokens": len(batch.token_ids)}
+    reported = {name for r in batch.rollouts for name in r["info"]}
+    found |= {f"info_{name}": np.mean([r["info"][name] for r in batch.rollouts if name in r["info"]]) for name in sorted(reported)}
     return {name: value if isinstance(value, int) else float(value) for name, value in found.items()}

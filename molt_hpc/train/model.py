@@ -12,20 +12,25 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.utils import logging as transformers_logging
 
 from molt_hpc.config import FsdpConfig
-from molt_hpc.train.logprob import Packed, ScoringHead, read_scores
+from molt_hpc.train.logprob import Packed, ScoringHead, pack_segments, read_scores
 
 log = logging.getLogger(__name__)
 
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Settings by which an architecture changes its logits after the output layer, where the chunked head ends."""
+
+PACKING_BOUND, PACKING_BOUND_16_BIT = 1e-3, 0.3
+"""Mean change of a log-prob that rounding may cause when a segment is packed behind another one."""
 
 
 @dataclass
@@ -47,6 +52,7 @@ class TrainModel:
     tensor_rank: int = 0
     mesh: DeviceMesh | None = None
     custom: bool = False
+    compute_dtype: torch.dtype = torch.float32
 
     def score(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs (differentiable) and entropies (not) of the packed tokens, float32 [N] each."""
@@ -111,6 +117,7 @@ def build_model(folder: str | Path, backend: str, fsdp: FsdpConfig, gradient_che
     for name in LOGIT_CHANGES:
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise ValueError(f"{folder}: {config.model_type} changes its logits by {name}, which the trainer does not reproduce")
+    transformers_logging.disable_progress_bar()
     device = training_device()
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, fsdp.param_dtype), reduce_dtype=master_dtype)
     if backend == "automodel":
@@ -130,10 +137,32 @@ def build_model(folder: str | Path, backend: str, fsdp: FsdpConfig, gradient_che
             part.set_gradient_divide_factor(1.0)
     rank, tensor = dist.get_rank(), fsdp.tp_size
     model = TrainModel(module, folder, config, ScoringHead(module.get_output_embeddings()), device, rank // tensor,
-                       dist.get_world_size() // tensor, rank % tensor, mesh, custom)
+                       dist.get_world_size() // tensor, rank % tensor, mesh, custom, policy.param_dtype)
+    check_packing(model)
     log.info("%s: %.1f M parameters, %s, %d data ranks x %d tensor ranks on %s", folder.name,
              sum(p.numel() for _, p in model.named_parameters()) / 1e6, backend, model.data_size, tensor, device)
     return model
+
+
+def check_packing(model: TrainModel) -> None:
+    """Score a segment alone and behind another one; ValueError if the other one is noticed.
+
+    Architectures with state beyond attention (state-space, linear attention) may let packed segments
+    see each other without an error, and training would be quietly wrong.
+    """
+    rng = np.random.default_rng(0)
+    vocabulary = model.head.layer.weight.shape[0]
+    segments = [rng.integers(0, vocabulary, length) for length in (24, 40)]
+    masks = [np.arange(len(ids)) > 0 for ids in segments]
+    with torch.no_grad():
+        together, _ = model.score(pack_segments(segments, masks, [1.0, 1.0], model.device))
+        alone, _ = model.score(pack_segments(segments[1:], masks[1:], [1.0], model.device))
+    model.reshard()
+    difference = (together[-len(alone):] - alone).abs().mean().item()
+    bound = PACKING_BOUND if model.compute_dtype.itemsize >= 4 else PACKING_BOUND_16_BIT
+    if not difference <= bound:
+        raise ValueError(f"{model.folder}: {model.config.model_type} does not keep packed segments apart: the log-probs of one change by "
+                         f"{difference:.2g} behind another one (at most {bound:g} expected); it cannot be trained here")
 
 
 def _build_transformers(folder: Path, fsdp: FsdpConfig, gradient_checkpoint: bool, master_dtype: torch.dtype) -> nn.Module:

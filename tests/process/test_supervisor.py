@@ -16,29 +16,6 @@ from molt_hpc.slurm.leftovers import end_processes, find_processes
 
 HERE = Path(__file__).parent
 
-RUNNER = """
-import json, os, sys
-from pathlib import Path
-sys.path.insert(0, {here!r})
-from scripted_roles import scripted
-from molt_hpc.config import RunConfig
-from molt_hpc.slurm.preflight import this_machine
-from molt_hpc.slurm.run_folder import create_log_folder, create_run_folder
-from molt_hpc.slurm.supervisor import Supervisor
-from molt_hpc.slurm.topology import plan
-config = RunConfig(output_dir=sys.argv[1])
-config.launch.stop_grace = 2.0
-script = json.loads(sys.argv[2])
-for name, value in script.pop("config", {{}}).items():
-    section, _, leaf = name.partition(".")
-    setattr(getattr(config, section), leaf, value)
-topology = plan(config, os.environ, this_machine(os.environ))
-run_id = create_run_folder(config, topology, sys.argv, os.environ)
-logs = create_log_folder(Path(config.output_dir), 1)
-sys.exit(Supervisor(config, topology, run_id, 1, logs, os.environ, scripted(script)).run())
-""".format(here=str(HERE))
-
-
 def wait_until(condition, what: str, seconds: float = 60.0):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -53,9 +30,12 @@ class Run:
 
     def __init__(self, folder: Path, script: dict, env: dict | None = None):
         self.folder, self.out, self.err = folder / "run", folder / "out", folder / "err"
+        options = {"output_dir": str(self.folder), "launch.stop_grace": 2.0} | script.pop("config", {})
+        words = [f"--{name}={value}" for name, value in options.items()]
+        (folder / "config.toml").touch()
         with open(self.out, "w") as out, open(self.err, "w") as err:
-            self.process = subprocess.Popen([sys.executable, "-c", RUNNER, str(self.folder), json.dumps(script)], stdout=out, stderr=err,
-                                            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **(env or {})})
+            self.process = subprocess.Popen([sys.executable, HERE / "scripted_run.py", json.dumps(script), folder / "config.toml", *words],
+                                            stdout=out, stderr=err, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **(env or {})})
 
     def run_id(self) -> str:
         return json.loads(wait_until((self.folder / "manifest.json").read_text, "the manifest"))["run_id"]
@@ -108,7 +88,7 @@ def test_what_a_run_folder_holds(start):
 
 
 def test_roles_get_an_allowed_environment_and_planned_threads(start):
-    run = start({"config": {"launch.cpus_per_node": 8, "launch.pass_env": ["EXTRA_*"]}},
+    run = start({"config": {"launch.cpus_per_node": 8, "launch.pass_env": "EXTRA_*"}},
                 {"NOT_ALLOWED": "1", "EXTRA_KEY": "2", "HF_HUB_OFFLINE": "1", "SLURM_NODEID": "5"})
     assert run.end() == 0
     actor, rollout = run.wait_placed("actor")["environment"], run.wait_placed("rollout_n0")["environment"]

@@ -1,0 +1,92 @@
+"""What a submitted job runs: `molt_hpc run` as a child, and its result for the one who submitted.
+
+It lives in the package, not in the launcher, because the job unpickles it by its import path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from molt_hpc.guard import guarded
+
+RUN_PROGRAM = (sys.executable, "-m", "molt_hpc", "run")
+STOP_PATIENCE = 60.0
+"""Seconds that an interrupted run may need for its orderly stop."""
+
+
+def read_result(run: Path) -> dict[str, Any]:
+    """{reward: mean reward of the last step, steps, run} from <run>/metrics.jsonl.
+
+    Raises ValueError if the run wrote no metrics.
+    """
+    path = run / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()] if path.is_file() else []
+    if not records:
+        raise ValueError(f"{path}: no step has been reported")
+    last = max(records, key=lambda record: record["step"])
+    return {"reward": last["reward_mean"], "steps": last["step"], "run": str(run)}
+
+
+@dataclass
+class TrainingJob:
+    """A picklable callable. `config_text` is a whole configuration as TOML, `run` the run folder.
+
+    Interrupted (preemption, time limit) it stops the run in order; submitit then requeues it after a
+    preemption, and the requeued job starts again in `<run>_restart1`: a run folder is never used twice.
+    """
+
+    config_text: str
+    run: str
+    restarts: int = 0
+    program: tuple[str, ...] = RUN_PROGRAM
+    _child: subprocess.Popen | None = field(default=None, repr=False)
+
+    def __call__(self) -> dict[str, Any]:
+        """Run to the end and return `read_result`. Raises RuntimeError with the run's own message if it fails."""
+        signal.signal(signal.SIGTERM, self._on_cancel)  # submitit would ignore it
+        run = self.run_folder()
+        with tempfile.TemporaryDirectory() as folder:
+            config, errors = Path(folder) / "config.toml", Path(folder) / "errors"
+            config.write_text(self.config_text)
+            argv = guarded([*self.program, str(config), "--output_dir", str(run)], grace=STOP_PATIENCE / 2, owner=os.getpid())
+            with open(errors, "wb") as stream:
+                self._child = subprocess.Popen(argv, stderr=stream)
+                while self._child.poll() is None:
+                    time.sleep(0.2)
+            text = errors.read_text(errors="replace")
+        print(text, file=sys.stderr, end="", flush=True)
+        if self._child.returncode != 0:
+            reason = next((line for line in text.splitlines() if line.startswith("molt_hpc: error:")), "no message")
+            raise RuntimeError(f"the run {run} ended with exit code {self._child.returncode}: {reason}")
+        return read_result(run)
+
+    def run_folder(self) -> Path:
+        return Path(self.run if self.restarts == 0 else f"{self.run}_restart{self.restarts}")
+
+    def checkpoint(self) -> Any:
+        """Called by submitit before the job is taken away: stop the run, then name what to run after a requeue."""
+        from submitit.helpers import DelayedSubmission
+        self._stop(signal.SIGUSR1)
+        return DelayedSubmission(replace(self, restarts=self.restarts + 1, _child=None))
+
+    def _on_cancel(self, number: int, _frame: object) -> None:
+        if self._child is not None:
+            self._child.send_signal(number)
+
+    def _stop(self, number: int) -> None:
+        """Ask the run to end and wait for it."""
+        if self._child is None:
+            return
+        self._child.send_signal(number)
+        deadline = time.monotonic() + STOP_PATIENCE
+        while self._child.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)

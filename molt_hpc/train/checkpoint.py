@@ -1,0 +1,148 @@
+"""Checkpoints: weights, optimizer, random state and step as one commit that resumes bit for bit.
+
+    <run>/checkpoints/step_000100/state/     torch.distributed.checkpoint files, one or more a rank
+                                  state.json step, ranks, and what the caller added (the version)
+                                  DONE       written last; a folder without it does not count
+                                  hf/        the exported model, where one was made
+
+A checkpoint is written under a temporary name and renamed, so a run that dies while it saves leaves
+the earlier ones as they were. The schedule needs no state: it is a function of the step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+if TYPE_CHECKING:
+    from molt_hpc.train.actor import Actor
+
+log = logging.getLogger(__name__)
+
+NAME = re.compile(r"step_(\d{6,})")
+
+
+def checkpoint_folder(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step_{step:06d}"
+
+
+def checkpoints(run: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every finished checkpoint, oldest first."""
+    found = [(int(match[1]), path) for path in (run / "checkpoints").glob("step_*")
+             if (match := NAME.fullmatch(path.name)) and (path / "DONE").is_file()]
+    return sorted(found)
+
+
+def latest(run: Path) -> Path | None:
+    """The newest finished checkpoint, or None."""
+    return nearest(run)
+
+
+def nearest(run: Path, step: int | None = None) -> Path | None:
+    """The newest finished checkpoint of at most `step` trained batches, or None."""
+    return max(((s, path) for s, path in checkpoints(run) if step is None or s <= step), default=(0, None))[1]
+
+
+def prune(run: Path, keep: int) -> None:
+    """Delete all but the `keep` (at least 1) newest checkpoints; rank 0 does it.
+
+    DONE goes first, so that a deletion that is cut short leaves no half checkpoint that counts.
+    """
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    for _, path in checkpoints(run)[:-max(1, keep)]:
+        (path / "DONE").unlink()
+        shutil.rmtree(path)
+        log.info("checkpoint %s is deleted: the newest %d are kept (ckpt.max_num)", path.name, keep)
+
+
+def save_checkpoint(actor: Actor, run: Path, step: int, extra: dict[str, Any] | None = None) -> Path:
+    """Write the checkpoint of `step`; all ranks call it and return the folder when it is finished.
+
+    extra: msgpack-like values that `load_checkpoint` gives back, such as the version.
+    """
+    final = checkpoint_folder(run, step)
+    temporary = final.with_name(f".{final.name}.tmp")
+    if dist.get_rank() == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    dist.barrier()
+    actor.model.reshard()
+    dcp.save(_state(actor), checkpoint_id=temporary / "state")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        described = {"step": step, "trained": actor.step, "ranks": dist.get_world_size(), "extra": extra or {}}
+        _write_synced(temporary / "state.json", json.dumps(described))
+        _write_synced(temporary / "DONE", "")
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(temporary, final)
+        log.info("checkpoint %s is saved", final)
+    dist.barrier()
+    return final
+
+
+def load_checkpoint(actor: Actor, folder: Path) -> dict[str, Any]:
+    """Restore weights, optimizer, random state and `actor.step`; all ranks call it. Returns {step, version ... of extra}.
+
+    Raises ValueError if the folder is no finished checkpoint. Another number of ranks than it was
+    saved by is fine: then the random state starts anew.
+    """
+    if not (folder / "DONE").is_file():
+        raise ValueError(f"{folder}: not a finished checkpoint (no file DONE)")
+    described = json.loads((folder / "state.json").read_text())
+    same_ranks = described["ranks"] == dist.get_world_size()
+    actor.model.reshard()
+    state = _state(actor, fresh=True, random_state=same_ranks)
+    dcp.load(state, checkpoint_id=folder / "state")
+    with torch.no_grad():
+        for name, parameter in actor.model.named_parameters():
+            slots = {slot: state[f"optimizer.{name}.{slot}"] for slot in ("exp_avg", "exp_avg_sq", "step")}
+            # an optimizer that has not made a step yet has no state: the same as a step count of 0
+            if slots["step"].item() > 0:
+                actor.optimizer.state[parameter] = slots
+            else:
+                actor.optimizer.state.pop(parameter, None)
+    if same_ranks:
+        torch.set_rng_state(state[_random_key("cpu")])
+        if torch.cuda.is_available():
+            torch.cuda.set_rng_state(state[_random_key("cuda")])
+    actor.step = described["trained"]
+    return {"step": described["step"], **described["extra"]}
+
+
+def _random_key(device: str) -> str:
+    return f"random.{device}.{dist.get_rank()}"
+
+
+def _state(actor: Actor, fresh: bool = False, random_state: bool = True) -> dict[str, torch.Tensor]:
+    """Every tensor of the checkpoint by name. fresh: optimizer slots of zeros for a load to fill."""
+    state: dict[str, torch.Tensor] = {}
+    for name, parameter in actor.model.named_parameters():
+        state[f"model.{name}"] = parameter.detach()
+        slots = {} if fresh else actor.optimizer.state.get(parameter, {})
+        for slot in ("exp_avg", "exp_avg_sq"):
+            state[f"optimizer.{name}.{slot}"] = slots[slot] if slot in slots else torch.zeros_like(parameter.detach())
+        state[f"optimizer.{name}.step"] = slots["step"] if "step" in slots else torch.zeros((), dtype=torch.float32)
+    state |= {f"buffer.{name}": buffer for name, buffer in actor.model.named_buffers()}
+    if random_state:
+        state[_random_key("cpu")] = torch.get_rng_state()
+        if torch.cuda.is_available():
+            state[_random_key("cuda")] = torch.cuda.get_rng_state()
+    return state
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

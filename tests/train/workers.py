@@ -1,0 +1,207 @@
+"""What the tests run on training ranks: `torchrun -m tests.train.workers WORK ARGUMENTS...`; results go to files of rank 0."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from molt_hpc.config import FsdpConfig, RunConfig, load
+from molt_hpc.data.shards import Batch, read_shard
+from molt_hpc.train import actor as actor_module
+from molt_hpc.train.actor import Actor, TrainingError
+from molt_hpc.train.checkpoint import load_checkpoint, nearest, save_checkpoint
+from molt_hpc.train.export import export_hf
+from molt_hpc.train.logprob import pack_segments
+from molt_hpc.train.loss import policy_loss
+from molt_hpc.train.micro import TokenSums
+from molt_hpc.train.model import build_model
+from tests.batches import random_batch
+
+
+def raw(batch: Batch) -> bytes | None:
+    return batch.to_bytes() if dist.get_rank() == 0 else None
+
+
+def save_on_rank_0(tensors: dict[str, torch.Tensor], path: str) -> None:
+    if dist.get_rank() == 0:
+        save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path)
+
+
+def all_weights(actor: Actor) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in actor.weights(torch.float32)}
+
+
+def gradients(actor: Actor) -> dict[str, torch.Tensor]:
+    """Full gradients under the checkpoint's names."""
+    found = {}
+    for name, parameter in actor.model.named_parameters():
+        grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        found |= {k: v.clone() for k, v in actor.weights()._convert(name, grad)}
+    return found
+
+
+def batch_gradient(actor: Actor, batch: Batch) -> tuple[dict[str, torch.Tensor], float]:
+    """Gradient and loss of a batch's first optimizer step, by the actor's own code up to the step itself."""
+    seen = {}
+
+    def keep(optimizer, rate, max_norm, share, device):
+        total = share.clone()
+        dist.all_reduce(total)
+        seen["gradients"], seen["loss"] = gradients(actor), total.item()
+        optimizer.zero_grad()
+        return total.item(), 0.0
+
+    plan, advantages = actor._share_plan(batch)
+    original, actor_module.guarded_step = actor_module.guarded_step, keep
+    try:
+        actor._update(batch, plan.steps[0], advantages, None, 0.0, TokenSums(), True)
+    finally:
+        actor_module.guarded_step = original
+    return seen["gradients"], seen["loss"]
+
+
+def invariance(config_path: str, out: str, *budgets: str) -> None:
+    """Gradients of the same batch for every token budget, and with every rollout split in other segments."""
+    config = load(RunConfig, config_path, check=False)
+    actor = Actor(config, None)
+    batch = random_batch(3, segments=2)
+    for budget in budgets:
+        config.train.max_tokens_per_gpu = int(budget)
+        found, loss = batch_gradient(actor, batch)
+        save_on_rank_0({**found, "loss": torch.tensor([loss])}, f"{out}/{dist.get_world_size()}_{budget}.safetensors")
+    found, loss = batch_gradient(actor, split_spans(batch))
+    save_on_rank_0({**found, "loss": torch.tensor([loss])}, f"{out}/{dist.get_world_size()}_split.safetensors")
+
+
+def split_spans(batch: Batch) -> Batch:
+    """The same sampled tokens in more segments: each span of sampled tokens in a segment of its own, with its context."""
+    parts: dict[str, list[np.ndarray]] = {"token_ids": [], "logprobs": [], "action_mask": [], "versions": []}
+    lengths, owners, temperatures = [], [], []
+    for s, (start, end) in enumerate(zip(batch.segment_offsets[:-1], batch.segment_offsets[1:])):
+        mask = batch.action_mask[start:end]
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
+        for first, last in edges.reshape(-1, 2):
+            only = np.zeros(last, np.uint8)
+            only[first:last] = 1
+            parts["token_ids"].append(batch.token_ids[start:start + last])
+            parts["logprobs"].append(np.where(only, batch.logprobs[start:start + last], 0).astype(np.float32))
+            parts["action_mask"].append(only)
+            parts["versions"].append(np.where(only, batch.versions[start:start + last], -1).astype(np.int32))
+            lengths.append(last)
+            owners.append(batch.segment_rollout[s])
+            temperatures.append(batch.segment_temperature[s])
+    arrays = {name: np.concatenate(values) for name, values in parts.items()}
+    return Batch(batch.step, batch.version, **arrays, segment_offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+                 segment_rollout=np.array(owners, np.int32), segment_temperature=np.array(temperatures, np.float32),
+                 rollout_reward=batch.rollout_reward, rollout_score=batch.rollout_score, rollout_group=batch.rollout_group,
+                 group_ordinal=batch.group_ordinal, rollouts=batch.rollouts)
+
+
+def double_invariance(folder: str, out: str, *budgets: str) -> None:
+    """The policy gradient in float64: masters, forward pass, loss and reduction."""
+    model = build_model(folder, "transformers", FsdpConfig(param_dtype="float64"), False, torch.float64)
+    model.head.chunk_elements = 3 * 384
+    rng = np.random.default_rng(5)
+    segments = [rng.integers(3, 330, n) for n in rng.integers(6, 50, 12)]
+    masks = [np.r_[False, rng.random(len(ids) - 1) < 0.6] | (np.arange(len(ids)) == 3) for ids in segments]
+    old = [rng.normal(-5.8, 0.4, mask.sum()) for mask in masks]
+    from molt_hpc.train.loss import LossSettings
+    from molt_hpc.train.planner import plan_step
+
+    for budget in budgets:
+        plan = plan_step(range(12), [len(s) for s in segments], [int(m.sum()) for m in masks], model.data_size, int(budget))
+        for chosen in plan.micro_batches[model.data_rank]:
+            weight = 1.0 if chosen else 0.0
+            rows = chosen or [0]
+            packed = pack_segments([segments[r] for r in rows], [masks[r] for r in rows], [1.0] * len(rows), model.device)
+            current, _ = model.score(packed)
+            base = torch.from_numpy(np.concatenate([old[r] for r in rows]))
+            advantages = torch.from_numpy(np.concatenate([np.full(len(old[r]), (-1.0) ** r) for r in rows]))
+            result = policy_loss("ppo", current, base, base, advantages, torch.ones_like(base).bool(), LossSettings())
+            (result.loss.sum() * weight / plan.denominator).backward()
+        full = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+        save_on_rank_0(full, f"{out}/{dist.get_world_size()}_{budget}.safetensors")
+        model.module.zero_grad()
+
+
+def train(config_path: str, out: str, first: str, last: str, save: str = "", resume: str = "") -> None:
+    """Train the batches first..last; optionally save a checkpoint at the end, or start from the newest one. Writes metrics and weights."""
+    config = load(RunConfig, config_path, check=False)
+    actor = Actor(config, 10)
+    run = Path(config.output_dir)
+    if resume:
+        described = load_checkpoint(actor, nearest(run))
+        assert described["version"] == int(first) - 1 == described["step"] == actor.step, described
+    records = []
+    for step in range(int(first), int(last) + 1):
+        metrics = actor.train_batch(raw(random_batch(step, step=step, version=step - 1)))
+        records.append({"step": step, **metrics})
+    if save:
+        save_checkpoint(actor, run, int(last), {"version": int(last)})
+    save_on_rank_0(all_weights(actor), f"{out}.safetensors")
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, records)
+    if dist.get_rank() == 0:
+        Path(f"{out}.json").write_text(json.dumps(gathered))
+
+
+def export(config_path: str, out: str, dtype: str = "") -> None:
+    """Train one batch, export, and leave the trainer's own log-probs of fixed tokens beside the export."""
+    actor = Actor(load(RunConfig, config_path, check=False), 10)
+    actor.train_batch(raw(random_batch(1)))
+    export_hf(actor, Path(out), getattr(torch, dtype) if dtype else None)
+    ids = np.random.default_rng(9).integers(3, 330, 30)
+    packed = pack_segments([ids], [np.arange(30) > 0], [1.0], actor.device)
+    with torch.no_grad():
+        scores = actor.model.score(packed)[0]
+    metadata = actor.weights().metadata()
+    assert metadata == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in actor.weights()]
+    save_on_rank_0({"ids": torch.from_numpy(ids), "log_probs": scores}, f"{out}.expected")
+
+
+def broken(config_path: str, out: str) -> None:
+    """A batch whose engine log-probs are not finite on one rank only must stop all ranks and change nothing."""
+    actor = Actor(load(RunConfig, config_path, check=False), 10)
+    before = all_weights(actor)
+    batch = random_batch(1)
+    batch.logprobs[np.flatnonzero(batch.action_mask)[0]] = np.nan
+    caught = 0
+    try:
+        actor.train_batch(raw(batch))
+    except TrainingError:
+        caught = 1
+    votes = torch.tensor([caught])
+    dist.all_reduce(votes)
+    assert votes.item() == dist.get_world_size(), f"{votes.item()} ranks raised"
+    after = all_weights(actor)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    metrics = actor.train_batch(raw(random_batch(1)))
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(metrics))
+
+
+def record_run(run: str, steps: str, save_at: str) -> None:
+    """Train a run folder's saved batches and record metrics and one checkpoint, as a real run would."""
+    folder = Path(run)
+    actor = Actor(load(RunConfig, folder / "config.toml"), int(steps))
+    for step in range(1, int(steps) + 1):
+        metrics = actor.train_batch(raw(read_shard(folder, step)))
+        if dist.get_rank() == 0:
+            with open(folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"step": step, "total_steps": int(steps), **metrics}) + "\n")
+        if step == int(save_at):
+            save_checkpoint(actor, folder, step, {"version": step})
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    globals()[sys.argv[1]](*sys.argv[2:])
+    dist.barrier()
+    dist.destroy_process_group()
