@@ -111,8 +111,8 @@ class TrainingExecutor(SlurmExecutor):
         lines = super()._make_submission_file_text(command, uid).splitlines()
         if self.component:
             last = max(i for i, line in enumerate(lines) if line.startswith("#SBATCH"))
-            more = [f"#SBATCH --{k}" if v is True else f"#SBATCH --{k}={shlex.quote(str(v))}" for k, v in sorted(self.component.items())]
-            lines[last + 1:last + 1] = ["#SBATCH hetjob", *more]
+            options = [k if v is True else f"{k}={shlex.quote(str(v))}" for k, v in sorted(self.component.items())]
+            lines[last + 1:last + 1] = ["#SBATCH hetjob", *(f"#SBATCH --{option}" for option in options)]
         return "\n".join(lines) + "\n"
 
     def _num_tasks(self) -> int:
@@ -120,7 +120,7 @@ class TrainingExecutor(SlurmExecutor):
 
     def _internal_process_submissions(self, delayed_submissions: list) -> list:
         if len(delayed_submissions) > 1:
-            raise ValueError(f"a training run is submitted alone, got {len(delayed_submissions)}: Slurm has no arrays of heterogeneous jobs")
+            raise ValueError(f"a run is submitted alone, got {len(delayed_submissions)}: Slurm has no arrays of heterogeneous jobs")
         return super()._internal_process_submissions(delayed_submissions)
 
 
@@ -136,13 +136,14 @@ def submit(config: RunConfig, slurm: SlurmOptions | None = None, program: tuple[
     if check:
         config.check()
         check_inputs(config)
-    executor = TrainingExecutor(Path(slurm.folder or f"{run}.submitit") / "%j", rollout_component(config, slurm) if slurm.het else None)
+    folder = Path(slurm.folder or f"{run}.submitit") / "%j"
+    executor = TrainingExecutor(folder, rollout_component(config, slurm) if slurm.het else None)
     nodes = config.actor.num_nodes + (0 if slurm.het else config.rollout.num_nodes)
     chosen = {k: getattr(slurm, k) for k in ("partition", "account", "qos", "constraint") if getattr(slurm, k)}
     size = {"cpus_per_task": slurm.cpus} if slurm.cpus else {"exclusive": True}
     gpus = {"gpus_per_node": slurm.gpus} if slurm.gpus else {}
-    executor.update_parameters(job_name="molt_hpc", time=slurm.time, nodes=nodes, ntasks_per_node=1, use_srun=False, **chosen, **size, **gpus,
-                               additional_parameters={"signal": f"B:USR2@{NOTICE_S}"})
+    executor.update_parameters(job_name="molt_hpc", time=slurm.time, nodes=nodes, ntasks_per_node=1, use_srun=False,
+                               **chosen, **size, **gpus, additional_parameters={"signal": f"B:USR2@{NOTICE_S}"})
     with outside_of_jobs():
         return executor.submit(TrainingJob(dump(config), str(run), program=program))
 
@@ -158,7 +159,8 @@ def rollout_component(config: RunConfig, slurm: SlurmOptions) -> dict[str, Any]:
 @contextlib.contextmanager
 def outside_of_jobs() -> Iterator[None]:
     """Hide the variables of a job that this may run in: they would become options of the new one. SLURM_CONF stays."""
-    hidden = {k: os.environ.pop(k) for k in list(os.environ) if k.startswith(("SLURM_", "SBATCH_", "SRUN_", "SLURMD_")) and k != "SLURM_CONF"}
+    of_job = [k for k in os.environ if k.startswith(("SLURM_", "SBATCH_", "SRUN_", "SLURMD_")) and k != "SLURM_CONF"]
+    hidden = {k: os.environ.pop(k) for k in of_job}
     try:
         yield
     finally:

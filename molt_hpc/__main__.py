@@ -60,10 +60,11 @@ def cmd_check(words: list[str]) -> int:
 def _load_run_config(command: str, words: list[str]):
     """The configuration of run and check; None after printing their help."""
     from molt_hpc.config import RunConfig, help_text, load
+    usage = f"usage: python -m molt_hpc {command} CONFIG.toml [--section.option value ...]"
     if not words:
-        raise ValueError(f"{command}: no configuration file is given; usage: python -m molt_hpc {command} CONFIG.toml [--section.option value ...]")
+        raise ValueError(f"{command}: no configuration file is given; {usage}")
     if {"-h", "--help"} & set(words):
-        print(f"usage: python -m molt_hpc {command} CONFIG.toml [--section.option value ...]\n\noptions [default]:\n{help_text(RunConfig)}")
+        print(f"{usage}\n\noptions [default]:\n{help_text(RunConfig)}")
         return None
     path, overrides = (None, words) if words[0].startswith("--") else (words[0], words[1:])
     return load(RunConfig, path, overrides)
@@ -152,7 +153,8 @@ def _ask(run: Path, kind: str, fields: dict) -> dict:
         client = BrokerClient(run, endpoint["address"], "observer", f"observer_{os.getpid()}", endpoint["attempt"], timeout=5.0)
         return client.request(kind, fields, timeout=5.0)
     except TimeoutError:
-        raise ValueError(f"{run}: the broker at {endpoint['address']} does not answer; the run has ended, or this machine cannot reach it") from None
+        raise ValueError(f"{run}: the broker at {endpoint['address']} does not answer; "
+                         "the run has ended, or this machine cannot reach it") from None
     except (RunStopped, Refused) as error:
         raise ValueError(f"{run}: {error}") from None
     finally:

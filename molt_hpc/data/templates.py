@@ -74,7 +74,8 @@ def _reply_span(tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict
     if not text.endswith(first[len(first) - after:]):
         raise ValueError(f"message {index}: the chat template renders what follows a reply depending on the reply")
     prompt = _render(tokenizer, messages[:index], tools, prompt=True) if index else ""
-    start = len(prompt) if prompt and text.startswith(prompt) else len(os.path.commonprefix([text, first[:before]]))
+    opens = prompt and prompt != _render(tokenizer, messages[:index], tools)
+    start = len(prompt) if opens and text.startswith(prompt) else len(os.path.commonprefix([text, first[:before]]))
     return start, max(start, len(text) - after)
 
 

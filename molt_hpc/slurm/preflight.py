@@ -5,6 +5,7 @@ An error found here costs a second; found by the last of twenty processes it cos
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 import socket
@@ -42,8 +43,10 @@ def preflight(config: RunConfig, env: Mapping[str, str]) -> Topology:
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Check the model folder, every prompt and the agent file. Raises ValueError."""
+    """Check the model folder, every prompt, the agent file and needed packages. Raises ValueError."""
     check_model(config.actor.model_name_or_path)
+    if config.logger.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError("logger.tensorboard: the package tensorboard is not installed; install it or set --logger.tensorboard false")
     from molt_hpc.agents.loader import load_agent
     from molt_hpc.data.prompts import check_prompts
     check_prompts(config)

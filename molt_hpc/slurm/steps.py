@@ -12,24 +12,27 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from molt_hpc.guard import guarded
+from molt_hpc.slurm.leftovers import RUN_ID
 from molt_hpc.slurm.topology import Step
 
-PASSED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "LANG", "LC_*", "TMPDIR", "LD_LIBRARY_PATH", "PYTHON*", "VIRTUAL_ENV",
-          "CONDA_PREFIX", "XDG_CACHE_HOME", "SSL_CERT_*", "*_proxy", "*_PROXY", "HF_*", "TRANSFORMERS_*", "TOKENIZERS_*", "TORCH*", "TRITON_*",
-          "VLLM_*", "CUDA*", "NVIDIA_*", "NCCL_*", "GLOO_*", "UCX_*", "FI_*", "SLURM_CONF", "MOLT_HPC_*")
+PASSED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "LANG", "LC_*", "TMPDIR", "LD_LIBRARY_PATH", "PYTHON*",
+          "VIRTUAL_ENV", "CONDA_PREFIX", "XDG_CACHE_HOME", "SSL_CERT_*", "*_proxy", "*_PROXY", "HF_*", "TRANSFORMERS_*",
+          "TOKENIZERS_*", "TORCH*", "TRITON_*", "VLLM_*", "CUDA*", "NVIDIA_*", "NCCL_*", "GLOO_*", "UCX_*", "FI_*", "SLURM_CONF",
+          "MOLT_HPC_*")
 """Variables that a role inherits; `launch.pass_env` adds to them. Everything else stays behind."""
 
-NOT_FOR_SRUN = ("SLURM_EXPORT_ENV", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK",
-                "SLURM_DISTRIBUTION", "SLURM_CPU_BIND*", "SLURM_MEM_BIND*", "SLURM_EXACT", "SLURM_STEP_*", "SLURM_LABELIO", "SLURM_UNBUFFEREDIO")
+NOT_FOR_SRUN = ("SLURM_EXPORT_ENV", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK",
+                "SLURM_TRES_PER_TASK", "SLURM_DISTRIBUTION", "SLURM_CPU_BIND*", "SLURM_MEM_BIND*", "SLURM_EXACT", "SLURM_STEP_*",
+                "SLURM_LABELIO", "SLURM_UNBUFFEREDIO")
 """Variables of the job that srun would take as options and that contradict the ones on its line."""
 
-GUARD_GRACE = 4.0
+GUARD_GRACE = 6.0
 """Seconds between TERM and KILL inside a role; longer than the grace of the guards that the role starts itself."""
 
 
@@ -150,17 +153,19 @@ def log_name(step: Step, index: int | None) -> str:
     return f"{log_stem(step)}_n{'%t' if index is None else index}.log"
 
 
-def role_environment(source: Mapping[str, str], step: Step, run_id: str, launcher: str, extra_names: list[str] = ()) -> dict[str, str]:
+def role_environment(source: Mapping[str, str], step: Step, run_id: str, launcher: str,
+                     extra_names: Sequence[str] = ()) -> dict[str, str]:
     """The environment of a role: allowed variables, its thread count, and for srun the job's own variables."""
     env = {name: value for name, value in source.items() if _matches(name, [*PASSED, *extra_names])}
     if launcher == "srun":
-        env |= {name: value for name, value in source.items() if name.startswith(("SLURM_", "SLURMD_")) and not _matches(name, NOT_FOR_SRUN)}
+        of_job = {name: value for name, value in source.items() if name.startswith(("SLURM_", "SLURMD_"))}
+        env |= {name: value for name, value in of_job.items() if not _matches(name, NOT_FOR_SRUN)}
     if step.devices:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(step.devices)
-    return env | {"OMP_NUM_THREADS": str(step.omp_threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1", "MOLT_HPC_RUN_ID": run_id}
+    return env | {"OMP_NUM_THREADS": str(step.omp_threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1", RUN_ID: run_id}
 
 
-def _matches(name: str, patterns: list[str] | tuple[str, ...]) -> bool:
+def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 

@@ -157,7 +157,8 @@ class Supervisor:
     def _check_roll_call(self, now: float, started: float, next_report: float) -> float:
         """Say whom the roll call waits for, end it at its deadline; returns when to say so again."""
         if self.status["phase"] != "roll_call":
-            self.console.waiting(f"step {self.status['step']}, weights version {self.status['version']}")
+            total = self.status.get("total_steps", "?")
+            self.console.waiting(f"{self.status['phase']}: step {self.status['step']} of {total}, weights version {self.status['version']}")
             return next_report
         missing, limit = ", ".join(self.status["missing"]) or "the broker's first status", self.config.launch.roll_call_timeout
         text = f"waiting for {missing} to report ({now - started:.0f} of {limit:.0f} s)"
@@ -252,6 +253,7 @@ class Supervisor:
 
     def _stop_everything(self, reason: str) -> None:
         """End what still runs, politely first; returns when nothing of this run is left on this node."""
+        self.console.waiting(None)
         handles = [*self.roles, *([self.broker] if self.broker else [])]
         grace = self.config.launch.stop_grace
         if self.client is not None and self.broker.poll() is None:

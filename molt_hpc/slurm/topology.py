@@ -143,7 +143,8 @@ def _plain(config: RunConfig, env: Mapping[str, str]) -> Topology:
     _need_nodes(config, len(nodes), len(nodes) - training, f"the allocation has {len(nodes)}")
     cores = smallest_count(env.get("SLURM_JOB_CPUS_PER_NODE", "1"))
     gpus = _has_gpus(env, "")
-    steps = (_step(config, "actor", nodes[:training], cores, gpus), _step(config, "rollout", nodes[training:training + rollout], cores, gpus))
+    steps = (_step(config, "actor", nodes[:training], cores, gpus),
+             _step(config, "rollout", nodes[training:training + rollout], cores, gpus))
     spare = nodes[training + rollout:]
     notes = (f"{len(spare)} nodes of the allocation stay idle: {','.join(spare)}",) if spare else ()
     return Topology("one plain allocation", "srun", steps, notes)

@@ -73,8 +73,8 @@ class Actor:
             number = update % len(plan.steps)
             rate = learning_rate(self.config.actor, self.step + update / updates, self.total_steps)
             first_pass = update < len(plan.steps)
-            loss, norm = self._update(batch, plan.steps[number], advantages, old[number] if old else None, rate, tokens, first_pass)
-            rows.append((loss, norm, rate))
+            share = self._backward(batch, plan.steps[number], advantages, old[number] if old else None, tokens, first_pass)
+            rows.append((*guarded_step(self.optimizer, rate, self.config.actor.max_norm, share, self.device), rate))
         self.step += 1
         sums, maxima = reduce_packed(tokens.sums, tokens.maxima, self.device)
         loss, norm, _ = np.mean(rows, 0).tolist()
@@ -109,9 +109,9 @@ class Actor:
         self.model.reshard()
         return found
 
-    def _update(self, batch: Batch, step: StepPlan, advantages: np.ndarray, old: list[torch.Tensor] | None, rate: float,
-                tokens: TokenSums, first_pass: bool) -> tuple[float, float]:
-        """One optimizer step; returns (loss, gradient norm) and adds to `tokens`."""
+    def _backward(self, batch: Batch, step: StepPlan, advantages: np.ndarray, old: list[torch.Tensor] | None, tokens: TokenSums,
+                  first_pass: bool) -> torch.Tensor:
+        """Gradients of one optimizer step; returns this rank's share of the loss (float64) and adds to `tokens`."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, micro in enumerate(self._micro_batches(batch, step, advantages)):
             current, entropy = self.model.score(micro.packed)
@@ -125,5 +125,4 @@ class Actor:
                 tokens.add_gap(micro, base, batch.version)
         self.model.finish_gradients()
         # The ranks of a tensor-parallel group computed the same tokens: each gives its part.
-        share = total * self.model.data_size / dist.get_world_size()
-        return guarded_step(self.optimizer, rate, self.config.actor.max_norm, share, self.device)
+        return total * self.model.data_size / dist.get_world_size()

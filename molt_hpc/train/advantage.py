@@ -33,7 +33,8 @@ def grpo(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     advantages = np.zeros(len(rewards))
     for group in np.unique(groups):
         rows = np.flatnonzero(groups == group)
-        if len(rows) > 1:
+        # equal rewards are told by themselves: the rounding of their mean would be blown up by 1 / epsilon
+        if np.ptp(rewards[rows]) > 0:
             centred = rewards[rows] - rewards[rows].mean()
             advantages[rows] = centred / (rewards[rows].std(ddof=1) + EPSILON)
     return advantages

@@ -6,7 +6,8 @@
                                   hf/        the exported model, where one was made
 
 A checkpoint is written under a temporary name and renamed, so a run that dies while it saves leaves
-the earlier ones as they were. The schedule needs no state: it is a function of the step.
+the earlier ones as they were. The schedule needs no state: it is a function of the step. All state
+is tensors by name; torch writes its own index of them (`state/.metadata`).
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def prune(run: Path, keep: int) -> None:
 def save_checkpoint(actor: Actor, run: Path, step: int, extra: dict[str, Any] | None = None) -> Path:
     """Write the checkpoint of `step`; all ranks call it and return the folder when it is finished.
 
-    extra: msgpack-like values that `load_checkpoint` gives back, such as the version.
+    extra: values that JSON can hold and that `load_checkpoint` gives back, such as the version.
     """
     final = checkpoint_folder(run, step)
     temporary = final.with_name(f".{final.name}.tmp")

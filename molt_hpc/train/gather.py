@@ -30,6 +30,11 @@ def checkpoint_dtypes(folder: Path) -> dict[str, torch.dtype]:
     return found
 
 
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same global shape and dtype without data."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
 class FullWeights:
     """The model's weights as (name, tensor) pairs; an iteration is a sequence of collectives, in the same order on all ranks.
 
@@ -42,12 +47,17 @@ class FullWeights:
         self.model, self.dtype = model, dtype
         self._original = checkpoint_dtypes(model.folder)
         self._common = max(self._original.values(), key=list(self._original.values()).count, default=torch.float32)
+        self._kept: set[str] = set()
+        # transformers' conversion is slow to set up: tensors that it leaves as they are do not go through it again
+        self._kept = {name for name, tensor in self._native() if [hf for hf, _ in self._convert(name, _empty(tensor))] == [name]}
 
     def _native(self) -> list[tuple[str, torch.Tensor]]:
         return [*self.model.named_parameters(), *self.model.named_buffers()]
 
     def _convert(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """One of the module's tensors as the checkpoint's; works on meta tensors too."""
+        if name in self._kept:
+            return [(name, tensor)]
         module = self.model.module
         adapter = getattr(module, "state_dict_adapter", None)
         if adapter is not None:
@@ -65,8 +75,7 @@ class FullWeights:
         """(name, dtype, shape) in the order of iteration; gathers nothing."""
         rows = []
         for name, tensor in self._native():
-            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            rows += [(hf, self._served(hf, part.dtype), tuple(part.shape)) for hf, part in self._convert(name, empty)]
+            rows += [(hf, self._served(hf, part.dtype), tuple(part.shape)) for hf, part in self._convert(name, _empty(tensor))]
         return rows
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -34,8 +34,8 @@ class Run:
         words = [f"--{name}={value}" for name, value in options.items()]
         (folder / "config.toml").touch()
         with open(self.out, "w") as out, open(self.err, "w") as err:
-            self.process = subprocess.Popen([sys.executable, HERE / "scripted_run.py", json.dumps(script), folder / "config.toml", *words],
-                                            stdout=out, stderr=err, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **(env or {})})
+            self.process = subprocess.Popen([sys.executable, HERE / "scripted_run.py", json.dumps(script), folder / "config.toml",
+                                             *words], stdout=out, stderr=err, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **(env or {})})
 
     def run_id(self) -> str:
         return json.loads(wait_until((self.folder / "manifest.json").read_text, "the manifest"))["run_id"]

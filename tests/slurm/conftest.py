@@ -62,7 +62,8 @@ class Job:
         return line.split("JobState=")[1].split()[0] + " " + line.split(" ExitCode=")[1].split()[0]
 
     def wait_end(self, seconds: float = 150.0) -> str:
-        return wait_until(lambda: (s := self.state()).split()[0] not in ("PENDING", "RUNNING", "COMPLETING") and s, "the job's end", seconds, self)
+        live = ("PENDING", "RUNNING", "COMPLETING")
+        return wait_until(lambda: (state := self.state()).split()[0] not in live and state, "the job's end", seconds, self)
 
     def wait_for_text(self, text: str, seconds: float = 90.0) -> None:
         wait_until(lambda: text in self.output, repr(text), seconds, self)
@@ -93,8 +94,8 @@ def submit(cluster, tmp_path):
         (tmp_path / "config.toml").touch()
         batch = tmp_path / "job.sh"
         batch.write_text(f'#!/bin/bash\nexec {sys.executable} {PROCESS}/scripted_run.py "$@"\n')
-        line = ["sbatch", "--parsable", "--no-requeue", "-o", str(tmp_path / "out"), "--open-mode=append", "--signal=B:USR1@60", *options, str(batch),
-                json.dumps(script), str(tmp_path / "config.toml"), f"--output_dir={tmp_path / 'run'}", "--launch.stop_grace=4", *words]
+        line = ["sbatch", "--parsable", "--no-requeue", "-o", str(tmp_path / "out"), "--open-mode=append", "--signal=B:USR1@60", *options,
+                str(batch), json.dumps(script), str(tmp_path / "config.toml"), f"--output_dir={tmp_path / 'run'}", "--launch.stop_grace=4", *words]
         done = subprocess.run(line, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         jobs.append(Job(done.stdout.strip().split(";")[0], tmp_path))
@@ -103,7 +104,7 @@ def submit(cluster, tmp_path):
     for job in jobs:
         subprocess.run(["scancel", job.job_id], timeout=60)
         if (job.run / "manifest.json").exists():
-            wait_until(lambda: job.state().split()[0] not in ("RUNNING", "COMPLETING"), "the end after scancel", 60, job)
+            job.wait_end(60)
             left = find_processes(job.run_id())
             end_processes(job.run_id())
             assert not left

@@ -8,9 +8,8 @@ import signal
 import subprocess
 from pathlib import Path
 
-from conftest import ROOT, Job, wait_until
-
 from molt_hpc.slurm.leftovers import find_processes
+from tests.slurm.conftest import ROOT, Job, wait_until
 
 HET = ["-N2", "--ntasks-per-node=1", "-c4", "--gpus-per-node=2", ":", "-N1", "--ntasks-per-node=1", "-c2"]
 NODES = ["--actor.num_nodes=2", "--actor.num_procs_per_node=1"]
@@ -27,7 +26,8 @@ def batch_process(job: Job) -> int:
 
 
 def test_het_job_trains_on_component_0_and_rolls_out_on_component_1(submit):
-    job = submit(HET, {"broker": {"steps": 3}, "torchrun": {"nodes": 2, "procs": 2}}, ["--actor.num_nodes=2", "--actor.num_procs_per_node=2"])
+    script = {"broker": {"steps": 3}, "torchrun": {"nodes": 2, "procs": 2}}
+    job = submit(HET, script, ["--actor.num_nodes=2", "--actor.num_procs_per_node=2"])
     assert job.wait_end() == "COMPLETED 0:0"
     ranks = [json.loads((job.run / f"rank_{rank}.json").read_text()) for rank in range(4)]
     assert [r["host"] for r in ranks] == ["n1", "n1", "n2", "n2"]
@@ -108,8 +108,8 @@ def test_sbatch_script_hands_every_argument_on_and_python_gets_the_signal(cluste
                       'while :; do sleep 0.1; done\n')
     python.chmod(0o755)
     words = ["my run.toml", "--train.agent_path", "a b.py", "--x=*", "", "--prompt='quoted \"text\"'", "$HOME"]
-    done = subprocess.run(["sbatch", "--parsable", "-o", str(tmp_path / "out"), "--mem=100", "-N2", ":", "--mem=100", "-N1", str(ROOT / "sbatch/train_rl.sh"), *words],
-                          cwd=tmp_path, env={**os.environ, "MOLT_HPC_PYTHON": str(python)}, capture_output=True, text=True, timeout=60)
+    line = ["sbatch", "--parsable", "-o", str(tmp_path / "out"), "-N2", ":", "-N1", str(ROOT / "sbatch/train_rl.sh"), *words]
+    done = subprocess.run(line, cwd=tmp_path, env={**os.environ, "MOLT_HPC_PYTHON": str(python)}, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     job = Job(done.stdout.strip(), tmp_path)
     wait_until((tmp_path / "ready").exists, "the job's start", 60, job)

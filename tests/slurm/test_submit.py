@@ -7,14 +7,14 @@ import subprocess
 import sys
 
 import pytest
-from conftest import PROCESS, ROOT, wait_until
 
 from molt_hpc.config import RunConfig
 from molt_hpc.slurm.leftovers import find_processes
+from tests.slurm.conftest import PROCESS, ROOT, wait_until
 
 pytest.importorskip("submitit")
 sys.path.insert(0, str(ROOT / "launchers"))
-from submit_rl import SlurmOptions, job_info, split_words, submit  # noqa: E402
+from submit_rl import SlurmOptions, job_info, submit  # noqa: E402
 from submitit.core.utils import FailedJobError, UncompletedJobError  # noqa: E402
 
 
@@ -82,9 +82,3 @@ def test_a_preempted_job_starts_again_in_a_new_folder(cluster, tmp_path):
     result = job.result()
     assert result == {"reward": 4.0, "steps": 40, "run": str(tmp_path / "run_restart1")}
     assert "stopped by SIGUSR1" in (tmp_path / "run/logs/latest/supervisor.log").read_text()
-
-
-def test_slurm_options_are_told_from_the_runs_own():
-    ours, others = split_words(["--slurm.time", "5", "--train.max_steps", "3", "--slurm.het=false", "--data.shuffle"])
-    assert ours == ["--slurm.time", "5", "--slurm.het=false"]
-    assert others == ["--train.max_steps", "3", "--data.shuffle"]

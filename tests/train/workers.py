@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from molt_hpc.config import FsdpConfig, RunConfig, load
 from molt_hpc.data.shards import Batch, read_shard
-from molt_hpc.train import actor as actor_module
 from molt_hpc.train.actor import Actor, TrainingError
 from molt_hpc.train.checkpoint import load_checkpoint, nearest, save_checkpoint
 from molt_hpc.train.export import export_hf
 from molt_hpc.train.logprob import pack_segments
-from molt_hpc.train.loss import policy_loss
+from molt_hpc.train.loss import LossSettings, policy_loss
 from molt_hpc.train.micro import TokenSums
 from molt_hpc.train.model import build_model
+from molt_hpc.train.planner import plan_step
 from tests.batches import random_batch
 
 
@@ -49,22 +49,12 @@ def gradients(actor: Actor) -> dict[str, torch.Tensor]:
 
 def batch_gradient(actor: Actor, batch: Batch) -> tuple[dict[str, torch.Tensor], float]:
     """Gradient and loss of a batch's first optimizer step, by the actor's own code up to the step itself."""
-    seen = {}
-
-    def keep(optimizer, rate, max_norm, share, device):
-        total = share.clone()
-        dist.all_reduce(total)
-        seen["gradients"], seen["loss"] = gradients(actor), total.item()
-        optimizer.zero_grad()
-        return total.item(), 0.0
-
     plan, advantages = actor._share_plan(batch)
-    original, actor_module.guarded_step = actor_module.guarded_step, keep
-    try:
-        actor._update(batch, plan.steps[0], advantages, None, 0.0, TokenSums(), True)
-    finally:
-        actor_module.guarded_step = original
-    return seen["gradients"], seen["loss"]
+    total = actor._backward(batch, plan.steps[0], advantages, None, TokenSums(), True)
+    dist.all_reduce(total)
+    found = gradients(actor)
+    actor.optimizer.zero_grad()
+    return found, total.item()
 
 
 def invariance(config_path: str, out: str, *budgets: str) -> None:
@@ -112,9 +102,6 @@ def double_invariance(folder: str, out: str, *budgets: str) -> None:
     segments = [rng.integers(3, 330, n) for n in rng.integers(6, 50, 12)]
     masks = [np.r_[False, rng.random(len(ids) - 1) < 0.6] | (np.arange(len(ids)) == 3) for ids in segments]
     old = [rng.normal(-5.8, 0.4, mask.sum()) for mask in masks]
-    from molt_hpc.train.loss import LossSettings
-    from molt_hpc.train.planner import plan_step
-
     for budget in budgets:
         plan = plan_step(range(12), [len(s) for s in segments], [int(m.sum()) for m in masks], model.data_size, int(budget))
         for chosen in plan.micro_batches[model.data_rank]:

@@ -18,7 +18,7 @@ from molt_hpc.slurm.leftovers import RUN_ID, end_processes, find_processes
 # a child that daemonises and one that stays, both deaf to TERM; then the main process says that all run
 STUBBORN = """
 import os, signal, subprocess, sys, time
-deaf = "import signal, time, pathlib, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
+deaf = "import signal, time, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); open(sys.argv[1], 'w').close(); time.sleep(600)"
 folder = sys.argv[1]
 for index in range(2):
     subprocess.Popen([sys.executable, "-c", deaf, f"{folder}/child{index}"], start_new_session=index == 0)

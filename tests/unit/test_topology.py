@@ -27,7 +27,8 @@ def config(training: int = 1, rollout: int = 1, procs: int = 2, engines: int = 1
 def test_local_machine_is_shared_by_both_roles():
     topology = plan(config(), {}, LAPTOP)
     assert topology.launcher == "local"
-    assert [(s.role, s.nodes, s.cores, s.omp_threads) for s in topology.steps] == [("actor", ("laptop",), 4, 2), ("rollout", ("laptop",), 4, 4)]
+    assert [(s.role, s.nodes, s.cores, s.omp_threads) for s in topology.steps] == [
+        ("actor", ("laptop",), 4, 2), ("rollout", ("laptop",), 4, 4)]
 
 
 def test_local_machine_refuses_more_than_one_node_a_role():
@@ -65,7 +66,8 @@ def test_het_job_trains_on_component_0_and_rolls_out_on_the_others():
     topology = plan(config(training=2, rollout=3, engines=6), HET, LAPTOP)
     assert [(s.role, s.nodes, s.het_group, s.first_rank, s.cores, s.omp_threads, s.gpus) for s in topology.steps] == [
         ("actor", ("n1", "n2"), 0, 0, 4, 2, 2), ("rollout", ("n3",), 1, 0, 6, 3, 0), ("rollout", ("n5", "n7"), 2, 1, 16, 8, 0)]
-    assert [s.task_name(i) for s in topology.steps for i in range(len(s.nodes))] == ["actor", "actor", "rollout_n0", "rollout_n1", "rollout_n2"]
+    names = [s.task_name(i) for s in topology.steps for i in range(len(s.nodes))]
+    assert names == ["actor", "actor", "rollout_n0", "rollout_n1", "rollout_n2"]
 
 
 @pytest.mark.parametrize("training, rollout", [(3, 1), (1, 4)])

@@ -1,0 +1,92 @@
+"""Schedules, weight decay and the guarded step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from molt_hpc.config import AdamConfig, OptimConfig
+from molt_hpc.train.optim import TrainingError, build_optimizer, guarded_step, learning_rate
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def rates(name: str, total: int, warmup: float = 0.0, minimum: float = 0.0) -> list[float]:
+    config = OptimConfig(adam=AdamConfig(lr=1.0), lr_scheduler=name, lr_warmup_ratio=warmup, min_lr_ratio=minimum)
+    return [learning_rate(config, step, total) for step in range(total)]
+
+
+def test_constant_needs_no_total():
+    assert learning_rate(OptimConfig(adam=AdamConfig(lr=2.0)), 123.0, None) == 2.0
+
+
+def test_warm_up_rises_to_the_peak_and_stays():
+    assert rates("constant_with_warmup", 10, 0.4) == pytest.approx([0.25, 0.5, 0.75, 1.0] + [1.0] * 6)
+
+
+def test_linear_falls_to_its_end():
+    assert rates("linear", 4, minimum=0.2) == pytest.approx([1.0, 0.8, 0.6, 0.4])
+    assert learning_rate(OptimConfig(adam=AdamConfig(lr=1.0), lr_scheduler="linear", min_lr_ratio=0.2), 99, 4) == pytest.approx(0.2)
+
+
+def test_cosine_passes_the_middle_at_half():
+    found = rates("cosine", 8, minimum=0.0)
+    assert found[0] == 1.0 and found[4] == pytest.approx(0.5) and found[7] == pytest.approx(0.5 * (1 + math.cos(math.pi * 7 / 8)))
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_warm_up_and_fall_meet_at_the_peak(name: str):
+    found = rates(name, 20, warmup=0.25, minimum=0.1)
+    assert found[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0]) and found[5] == pytest.approx(1.0)
+    assert all(a > b for a, b in zip(found[5:], found[6:])) and found[-1] > 0.1
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_a_falling_schedule_without_a_total_is_refused(name: str):
+    with pytest.raises(ValueError, match="set train.max_steps"):
+        learning_rate(OptimConfig(lr_scheduler=name), 0, None)
+
+
+def parameters() -> list[tuple[str, torch.nn.Parameter]]:
+    def tensor(*shape: int) -> torch.nn.Parameter:
+        return torch.nn.Parameter(torch.ones(shape))
+    return [("layers.0.q_proj.weight", tensor(2, 2)), ("layers.0.q_proj.bias", tensor(2)), ("layers.0.input_layernorm.weight", tensor(2)),
+            ("layers.0.odd_norm.weight", tensor(2, 2))]
+
+
+def test_norms_and_biases_are_not_decayed():
+    named = parameters()
+    optimizer = build_optimizer(named, OptimConfig(adam=AdamConfig(lr=0.1, weight_decay=0.5)))
+    for _, parameter in named:
+        parameter.grad = torch.zeros_like(parameter)
+    guarded_step(optimizer, 0.1, 1.0, torch.zeros(()), CPU)
+    assert [parameter.detach().mean().item() for _, parameter in named] == pytest.approx([0.95, 1.0, 1.0, 1.0])
+
+
+def test_a_gradient_above_the_norm_is_scaled_and_its_own_norm_reported():
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    parameter.grad = torch.tensor([3.0, 4.0])
+    loss, norm = guarded_step(optimizer, 1.0, 1.0, torch.tensor(0.25), CPU)
+    assert (loss, norm) == (0.25, 5.0)
+    assert parameter.detach().tolist() == pytest.approx([-0.6, -0.8], rel=1e-5)
+
+
+@pytest.mark.parametrize(("loss", "grad"), [(math.nan, 1.0), (math.inf, 1.0), (0.0, math.nan), (0.0, math.inf)])
+def test_what_is_not_finite_changes_nothing(loss: float, grad: float):
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter], lr=1.0, foreach=False)
+    parameter.grad = torch.tensor([0.0, grad, 0.0])
+    with pytest.raises(TrainingError, match="expected finite numbers"):
+        guarded_step(optimizer, 1.0, 1.0, torch.tensor(loss), CPU)
+    assert parameter.detach().tolist() == [1.0] * 3 and not optimizer.state and parameter.grad is None
