@@ -1,17 +1,25 @@
-"""Who owes what: the state of every group and of every rollout in it. Pure, no I/O, no clock.
+"""Who owes what: the state of every group and of every lease in it. Pure: no I/O, no clock of its own.
 
-A group is admitted when fewer than (max_lag + 1) x batch_size groups are admitted and not yet
-trained; this bound, not discarding, limits staleness. Admission opens with `version(n)`, so a group
-that is admitted in strict on-policy mode (max_lag 0) only ever sees the weights it will be trained
-from. A rollout goes WAITING -> LEASED -> FINISHED and its group OPEN -> COMPLETE -> SHIPPED -> TRAINED;
-the other ends are DROPPED (too few usable rollouts) and, of a single rollout, FAILED.
+A group is admitted while fewer than (max_lag + 1) x batch_size groups are admitted and not yet ended; this
+bound, not discarding, limits staleness. A group admitted at version v must be in batch v + max_lag + 1 at the
+latest, so a batch is shipped only if the groups that stay behind can still meet their own last batch: young
+groups pass a slow one as far as that allows, and no further.
+
+    rollout   WAITING -> LEASED -> FINISHED, or FAILED when its attempts are used up
+    group     OPEN -> COMPLETE -> SHIPPED -> TRAINED, or FILTERED, or DROPPED
+
+Every lease (group, sample, attempt) ends in exactly one of `END_STATES`; `balance()` counts them against the
+leases given out. What changes the ledger is returned by `events()` and can be applied to an empty one again
+(`apply`), which is how the broker recovers from its journal.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import heapq
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class SampleState(StrEnum):
@@ -26,16 +34,25 @@ class GroupState(StrEnum):
     COMPLETE = "complete"
     SHIPPED = "shipped"
     TRAINED = "trained"
+    FILTERED = "filtered"
     DROPPED = "dropped"
+
+
+END_STATES = ("trained", "filtered", "dropped", "failed")
+"""How a lease ends: trained on; filtered with its group; dropped (finished too late, or its group was too small or too
+late); failed (infrastructure or data fault)."""
 
 
 @dataclass
 class Sample:
     state: SampleState = SampleState.WAITING
     attempt: int = 0
+    faults: int = 0
     worker: str = ""
+    granted: float = 0.0
     deadline: float = 0.0
-    reason: str = ""
+    seconds: float = 0.0
+    score: float = 0.0
 
 
 @dataclass
@@ -48,14 +65,16 @@ class Group:
     samples: list[Sample]
     state: GroupState = GroupState.OPEN
     step: int = 0
+    deadline: float = 0.0
+    unsettled: int = 0
 
     def finished(self) -> list[int]:
         return [index for index, s in enumerate(self.samples) if s.state == SampleState.FINISHED]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Grant:
-    """One lease given out: rollout `sample` of `group`, try number `attempt` (from 1)."""
+    """One lease: rollout `sample` of `group`, try number `attempt` (from 1)."""
 
     group: Group
     sample: int
@@ -63,15 +82,13 @@ class Grant:
 
     @property
     def id(self) -> str:
-        return lease_id(self.group.id, self.sample, self.attempt)
-
-
-def lease_id(group: int, sample: int, attempt: int) -> str:
-    return f"{group}.{sample}.{attempt}"
+        return f"{self.group.id}.{self.sample}.{self.attempt}"
 
 
 @dataclass
 class LedgerConfig:
+    """Sizes and bounds; times in seconds. `group_timeout` 0 is no deadline, `filter_range` None is no filter."""
+
     batch_size: int
     n_samples: int
     min_group_size: int
@@ -80,11 +97,13 @@ class LedgerConfig:
     lease_timeout: float
     total_prompts: int
     max_steps: int = 0
+    group_timeout: float = 0.0
+    filter_range: tuple[float, float] | None = None
 
 
 @dataclass
 class Ledger:
-    """All groups that are admitted and not yet ended, and counts of those that have."""
+    """All groups that are admitted and not yet ended, and counts of what has ended."""
 
     config: LedgerConfig
     groups: OrderedDict[int, Group] = field(default_factory=OrderedDict)
@@ -94,14 +113,45 @@ class Ledger:
     admission_open: bool = False
     shipped_steps: int = 0
     trained_steps: int = 0
-    ended: Counter[str] = field(default_factory=Counter)
-    failed_samples: Counter[str] = field(default_factory=Counter)
+    leases: int = 0
+    ended_groups: Counter[str] = field(default_factory=Counter)
+    ended_leases: Counter[str] = field(default_factory=Counter)
+    ended_seconds: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
     complete: list[int] = field(default_factory=list)
+    filtered_in_a_row: int = 0
+    _waiting: deque[tuple[int, int]] = field(default_factory=deque)
+    _deadlines: list[tuple[float, int, int, int]] = field(default_factory=list)
+    _log: list[dict[str, Any]] = field(default_factory=list)
+
+    # events --------------------------------------------------------------------------------
+
+    def events(self) -> list[dict[str, Any]]:
+        """What has changed since the last call, to be journalled before anything is acknowledged."""
+        log, self._log = self._log, []
+        return log
+
+    def apply(self, event: dict[str, Any]) -> None:
+        """Repeat a journalled change. Raises KeyError or AssertionError if it does not follow from the state."""
+        kind = event["kind"]
+        arguments = {k: v for k, v in event.items() if k != "kind"}
+        if kind == "lease":
+            group = self.groups.get(arguments["group"]) or self._admit()
+            assert (group.id, group.ordinal) == (arguments["group"], arguments["ordinal"]), f"{event} does not follow"
+            self._grant(group, arguments["sample"], arguments["worker"], arguments["now"])
+        else:
+            {"version": self.version, "close_admission": self.close_admission, "finish": self.finish, "fault": self.fault,
+             "close_group": self.close_group, "ship": self.ship, "trained": self.trained, "recover": self.recover}[kind](**arguments)
+        self._log.clear()
+
+    def _record(self, kind: str, **arguments: Any) -> None:
+        self._log.append({"kind": kind, **arguments})
 
     # admission -----------------------------------------------------------------------------
 
     @property
     def total_steps(self) -> int:
+        """Steps that the run takes at most."""
         by_prompts = -(-self.config.total_prompts // self.config.batch_size)
         return min(self.config.max_steps, by_prompts) if self.config.max_steps else by_prompts
 
@@ -109,13 +159,16 @@ class Ledger:
         return self.config.total_prompts - self.next_ordinal
 
     def version(self, version: int) -> None:
-        """The engines now serve `version`: admission opens."""
-        assert version > self.current_version, f"version {version} after {self.current_version}"
+        """The engines now serve `version`: admission opens. After a restart the same version may come again."""
+        again = version == self.current_version and not self.admission_open
+        assert version > self.current_version or again, f"version {version} after {self.current_version}"
         self.current_version, self.admission_open = version, True
+        self._record("version", version=version)
 
     def close_admission(self) -> None:
         """No group is admitted until the next `version`; leases of admitted groups go on."""
         self.admission_open = False
+        self._record("close_admission")
 
     def _may_admit(self) -> bool:
         if not self.admission_open or self.prompts_left() <= 0:
@@ -124,114 +177,258 @@ class Ledger:
         return len(self.groups) < min((self.config.max_lag + 1) * self.config.batch_size, wanted)
 
     def _admit(self) -> Group:
-        group = Group(self.next_group, self.next_ordinal, self.current_version, [Sample() for _ in range(self.config.n_samples)])
+        size = self.config.n_samples
+        group = Group(self.next_group, self.next_ordinal, self.current_version, [Sample() for _ in range(size)], unsettled=size)
         self.groups[group.id] = group
         self.next_group, self.next_ordinal = self.next_group + 1, self.next_ordinal + 1
+        self._waiting.extend((group.id, index) for index in range(size))
         return group
 
     # leases --------------------------------------------------------------------------------
 
     def lease(self, worker: str, now: float) -> Grant | None:
-        """Give the oldest waiting rollout to `worker`, admitting a group if none waits; None if there is none."""
-        for group in self.groups.values():
-            for index, sample in enumerate(group.samples):
-                if group.state == GroupState.OPEN and sample.state == SampleState.WAITING:
-                    return self._grant(group, index, worker, now)
-        return self._grant(self._admit(), 0, worker, now) if self._may_admit() else None
+        """Give the rollout that has waited longest to `worker`, admitting a group if none waits; None if there is none."""
+        found = self._next_waiting()
+        if found is None and self._may_admit():
+            self._admit()
+            found = self._next_waiting()
+        return self._grant(*found, worker, now) if found else None
+
+    def _next_waiting(self) -> tuple[Group, int] | None:
+        while self._waiting:
+            group_id, index = self._waiting[0]
+            group = self.groups.get(group_id)
+            if group is not None and group.samples[index].state == SampleState.WAITING:
+                return group, index
+            self._waiting.popleft()
+        return None
 
     def _grant(self, group: Group, index: int, worker: str, now: float) -> Grant:
         sample = group.samples[index]
-        sample.state, sample.worker, sample.deadline = SampleState.LEASED, worker, now + self.config.lease_timeout
+        assert sample.state == SampleState.WAITING, f"group {group.id} sample {index} is {sample.state}"
+        sample.state, sample.worker, sample.granted = SampleState.LEASED, worker, now
+        sample.deadline = now + self.config.lease_timeout
         sample.attempt += 1
+        if self.config.group_timeout and not group.deadline:
+            group.deadline = now + self.config.group_timeout
+        heapq.heappush(self._deadlines, (sample.deadline, group.id, index, sample.attempt))
+        self.leases += 1
+        self._record("lease", group=group.id, ordinal=group.ordinal, sample=index, worker=worker, now=now)
         return Grant(group, index, sample.attempt)
 
-    def _leased(self, group_id: int, sample: int, attempt: int) -> Sample | None:
-        group = self.groups.get(group_id)
-        if group is None or not 0 <= sample < len(group.samples):
+    def _leased(self, group: int, sample: int, attempt: int) -> Sample | None:
+        entry = self.groups.get(group)
+        if entry is None or not 0 <= sample < len(entry.samples):
             return None
-        found = group.samples[sample]
+        found = entry.samples[sample]
         return found if found.state == SampleState.LEASED and found.attempt == attempt else None
 
-    def finish(self, group_id: int, sample: int, attempt: int) -> bool:
-        """A usable rollout came back. False if that lease is not valid any more: its payload must be thrown away."""
-        found = self._leased(group_id, sample, attempt)
+    def finish(self, group: int, sample: int, attempt: int, seconds: float = 0.0, score: float = 0.0) -> bool:
+        """A usable rollout came back. False if its lease is not valid any more: the payload must be thrown away."""
+        found = self._leased(group, sample, attempt)
         if found is None:
             return False
-        found.state = SampleState.FINISHED
-        self._close_group_if_done(self.groups[group_id])
+        found.state, found.seconds, found.score = SampleState.FINISHED, seconds, score
+        self._record("finish", group=group, sample=sample, attempt=attempt, seconds=seconds, score=score)
+        self._settle(self.groups[group])
         return True
 
-    def fault(self, group_id: int, sample: int, attempt: int, kind: str, reason: str) -> bool:
+    def fault(self, group: int, sample: int, attempt: int, fault: str, reason: str, now: float) -> bool:
         """A lease ended without a rollout. An infrastructure fault is leased again up to max_attempts times."""
-        found = self._leased(group_id, sample, attempt)
+        found = self._leased(group, sample, attempt)
         if found is None:
             return False
-        found.reason = reason
-        if kind == "infrastructure" and found.attempt < self.config.max_attempts:
+        self._record("fault", group=group, sample=sample, attempt=attempt, fault=fault, reason=reason, now=now)
+        self._end_lease(found, "failed", now - found.granted, f"{fault}: {reason}")
+        found.faults += 1
+        if fault == "infrastructure" and found.faults < self.config.max_attempts:
             found.state = SampleState.WAITING
+            self._waiting.appendleft((group, sample))
         else:
             found.state = SampleState.FAILED
-            self.failed_samples[kind] += 1
-            self._close_group_if_done(self.groups[group_id])
+            self._settle(self.groups[group])
         return True
 
+    def _end_lease(self, sample: Sample, end: str, seconds: float, reason: str = "") -> None:
+        self.ended_leases[end] += 1
+        self.ended_seconds[end] += seconds
+        if reason:
+            self.reasons[reason.splitlines()[0][:120]] += 1
+
     def expire(self, now: float) -> list[Grant]:
-        """Take back leases whose time is over; returns them (they were infrastructure faults)."""
-        late = [Grant(g, i, s.attempt) for g in self.groups.values() for i, s in enumerate(g.samples)
-                if s.state == SampleState.LEASED and s.deadline <= now]
-        for grant in late:
-            self.fault(grant.group.id, grant.sample, grant.attempt, "infrastructure", "the lease expired")
+        """Take back leases whose time is over (infrastructure faults); returns them."""
+        late = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, group_id, index, attempt = heapq.heappop(self._deadlines)
+            sample = self._leased(group_id, index, attempt)
+            if sample is None:
+                continue
+            if sample.deadline > now:  # it made progress meanwhile
+                heapq.heappush(self._deadlines, (sample.deadline, group_id, index, attempt))
+                continue
+            late.append(Grant(self.groups[group_id], index, attempt))
+            self.fault(group_id, index, attempt, "infrastructure", "the lease expired", now)
         return late
 
-    def worker_lost(self, worker: str) -> list[Grant]:
+    def progress(self, group: int, sample: int, attempt: int, now: float) -> None:
+        """Tokens came for this lease: its deadline moves on. (Not journalled: after a restart no lease is valid.)"""
+        found = self._leased(group, sample, attempt)
+        if found is not None:
+            found.deadline = now + self.config.lease_timeout
+
+    def worker_lost(self, worker: str, now: float) -> list[Grant]:
         """Take back all leases of a worker that is gone."""
         lost = [Grant(g, i, s.attempt) for g in self.groups.values() for i, s in enumerate(g.samples)
                 if s.state == SampleState.LEASED and s.worker == worker]
         for grant in lost:
-            self.fault(grant.group.id, grant.sample, grant.attempt, "infrastructure", f"{worker} is gone")
+            self.fault(grant.group.id, grant.sample, grant.attempt, "infrastructure", f"{worker} is gone", now)
         return lost
 
-    def _close_group_if_done(self, group: Group) -> None:
-        if any(s.state in (SampleState.WAITING, SampleState.LEASED) for s in group.samples):
-            return
-        if len(group.finished()) >= self.config.min_group_size:
+    def recover(self, now: float) -> int:
+        """After a restart no lease is valid: give all of them out again, at no cost to their budget. Returns their number."""
+        self._record("recover", now=now)
+        taken = 0
+        for group in self.groups.values():
+            for index, sample in enumerate(group.samples):
+                if sample.state == SampleState.LEASED:
+                    self._end_lease(sample, "failed", now - sample.granted, "infrastructure: the broker was restarted")
+                    sample.state = SampleState.WAITING
+                    self._waiting.append((group.id, index))
+                    taken += 1
+        self.admission_open = False
+        return taken
+
+    # snapshots -----------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Any]:
+        """The whole state as msgpack types."""
+        plain = ("next_ordinal", "next_group", "current_version", "admission_open", "shipped_steps", "trained_steps", "leases",
+                 "complete", "filtered_in_a_row")
+        counters = ("ended_groups", "ended_leases", "ended_seconds", "reasons")
+        groups = [[g.id, g.ordinal, g.version, str(g.state), g.step, g.deadline, g.unsettled,
+                   [[str(s.state), s.attempt, s.faults, s.worker, s.granted, s.deadline, s.seconds, s.score] for s in g.samples]]
+                  for g in self.groups.values()]
+        return {name: getattr(self, name) for name in plain} | {name: dict(getattr(self, name)) for name in counters} | {"groups": groups}
+
+    @classmethod
+    def from_snapshot(cls, config: LedgerConfig, state: dict[str, Any]) -> Ledger:
+        """The ledger that `snapshot` was taken of."""
+        ledger = cls(config)
+        for name, value in state.items():
+            if name != "groups":
+                setattr(ledger, name, Counter(value) if isinstance(value, dict) else value)
+        for group_id, ordinal, version, status, step, deadline, unsettled, samples in state["groups"]:
+            group = Group(group_id, ordinal, version, [Sample(SampleState(s[0]), *s[1:]) for s in samples], GroupState(status), step, deadline, unsettled)
+            ledger.groups[group_id] = group
+            for index, sample in enumerate(group.samples):
+                if sample.state == SampleState.WAITING and group.state == GroupState.OPEN:
+                    ledger._waiting.append((group_id, index))
+                elif sample.state == SampleState.LEASED:
+                    heapq.heappush(ledger._deadlines, (sample.deadline, group_id, index, sample.attempt))
+        return ledger
+
+    # groups --------------------------------------------------------------------------------
+
+    def late_groups(self, now: float) -> list[Group]:
+        """Open groups whose deadline has passed and that have enough usable rollouts to go without the rest."""
+        return [g for g in self.groups.values() if g.state == GroupState.OPEN and 0 < g.deadline <= now
+                and len(g.finished()) >= self.config.min_group_size]
+
+    def close_group(self, group: int, now: float) -> list[Grant]:
+        """Close a group without its unfinished rollouts; returns the leases that end by it."""
+        entry, cut = self.groups[group], []
+        self._record("close_group", group=group, now=now)
+        for index, sample in enumerate(entry.samples):
+            if sample.state in (SampleState.WAITING, SampleState.LEASED):
+                if sample.state == SampleState.LEASED:
+                    cut.append(Grant(entry, index, sample.attempt))
+                    self._end_lease(sample, "dropped", now - sample.granted, "the group's deadline passed")
+                sample.state = SampleState.FAILED
+        entry.unsettled = 0
+        self._close(entry)
+        return cut
+
+    def _settle(self, group: Group) -> None:
+        """One rollout of the group has come to its end; close the group if it was the last."""
+        group.unsettled -= 1
+        if group.unsettled == 0:
+            self._close(group)
+
+    def _close(self, group: Group) -> None:
+        scores = [group.samples[index].score for index in group.finished()]
+        if len(scores) < self.config.min_group_size:
+            self._end_group(group, GroupState.DROPPED, f"fewer than {self.config.min_group_size} usable rollouts")
+        elif self.config.filter_range and not self.config.filter_range[0] < sum(scores) / len(scores) < self.config.filter_range[1]:
+            self.filtered_in_a_row += 1
+            self._end_group(group, GroupState.FILTERED, "the mean score is outside the filter's range")
+        else:
+            self.filtered_in_a_row = 0
             group.state = GroupState.COMPLETE
             self.complete.append(group.id)
-        else:
-            self._end(group, GroupState.DROPPED)
 
-    def _end(self, group: Group, state: GroupState) -> None:
+    def _end_group(self, group: Group, state: GroupState, reason: str = "") -> None:
+        for index in group.finished():
+            self._end_lease(group.samples[index], str(state), group.samples[index].seconds, reason)
         group.state = state
-        self.ended[state] += 1
+        self.ended_groups[state] += 1
         del self.groups[group.id]
 
     # batches -------------------------------------------------------------------------------
 
-    def ship(self) -> tuple[int, list[Group]] | None:
-        """The next batch as (step, groups) in order of completion, or None if it is not complete.
+    def last_step(self, group: Group) -> int:
+        """The last batch that this group may be in without exceeding max_lag."""
+        return group.version + self.config.max_lag + 1
 
-        Every batch has batch_size groups; only the last one of the prompts may be shorter.
+    def ship(self, step: int | None = None) -> tuple[int, list[Group]] | None:
+        """The next batch as (step, groups), or None if it is not complete.
+
+        Every batch has batch_size groups, those with the earliest last step first; only the last batch of the
+        prompts may be shorter. With `step` the caller asks for that batch and it must be complete.
         """
-        size = self.config.batch_size
-        if self.shipped_steps >= self.total_steps:
+        batch = self._next_batch()
+        if batch is None:
+            assert step is None, f"batch {step} is not complete"
             return None
-        if len(self.complete) < size:
-            open_groups = any(g.state == GroupState.OPEN for g in self.groups.values())
-            if open_groups or self.prompts_left() > 0 or not self.complete:
-                return None
         self.shipped_steps += 1
-        batch = [self.groups[group_id] for group_id in self.complete[:size]]
-        del self.complete[:size]
+        assert step in (None, self.shipped_steps), f"batch {step} after {self.shipped_steps - 1}"
         for group in batch:
+            self.complete.remove(group.id)
             group.state, group.step = GroupState.SHIPPED, self.shipped_steps
+        self._record("ship", step=self.shipped_steps)
         return self.shipped_steps, batch
+
+    def _next_batch(self) -> list[Group] | None:
+        size, step = self.config.batch_size, self.shipped_steps + 1
+        if step > self.total_steps:
+            return None
+        ready = sorted((self.groups[g] for g in self.complete), key=lambda g: g.version)
+        if len(ready) < size:
+            open_groups = any(g.state == GroupState.OPEN for g in self.groups.values())
+            if open_groups or self.prompts_left() > 0 or not ready:
+                return None
+        batch = ready[:size]
+        chosen = {g.id for g in batch}
+        # how many of the groups that stay behind must be trained by each later batch; a batch holds `size`
+        due = Counter(max(self.last_step(g) - step, 0) for g in self.groups.values()
+                      if g.id not in chosen and g.state in (GroupState.OPEN, GroupState.COMPLETE))
+        behind = 0
+        for later in range(self.config.max_lag + 1):
+            behind += due[later]
+            if behind > later * size:
+                return None
+        return batch
 
     def trained(self, step: int) -> None:
         """Step `step` was taken on its batch: its groups end as TRAINED and their slots are free."""
         assert step == self.trained_steps + 1 <= self.shipped_steps, f"step {step} after {self.trained_steps}"
-        for group in [g for g in self.groups.values() if g.step == step and g.state == GroupState.SHIPPED]:
-            self._end(group, GroupState.TRAINED)
+        for group in self.batch(step):
+            self._end_group(group, GroupState.TRAINED)
         self.trained_steps = step
+        self._record("trained", step=step)
+
+    def batch(self, step: int) -> list[Group]:
+        """The groups of a batch that was shipped and is not yet trained."""
+        return [g for g in self.groups.values() if g.state == GroupState.SHIPPED and g.step == step]
 
     def done(self) -> bool:
         """No batch will be shipped any more: all steps are taken, or the prompts are used up and nothing is under way."""
@@ -244,14 +441,19 @@ class Ledger:
     def counts(self) -> dict[str, int]:
         """Groups by state, ended ones included; their sum is the number of groups ever admitted."""
         live = Counter(str(g.state) for g in self.groups.values())
-        return {str(state): live[str(state)] + self.ended[state] for state in GroupState}
+        return {str(state): live[str(state)] + self.ended_groups[state] for state in GroupState}
 
     def balance(self) -> int:
-        """Groups admitted minus groups accounted for: always 0."""
-        return self.next_group - sum(self.counts().values())
+        """Leases given out minus leases that are out, finished or ended, plus the same of groups: always 0."""
+        live = sum(s.state in (SampleState.LEASED, SampleState.FINISHED) for g in self.groups.values() for s in g.samples)
+        return abs(self.leases - live - sum(self.ended_leases.values())) + abs(self.next_group - sum(self.counts().values()))
 
-    def awaited(self) -> list[str]:
-        """What the next batch still needs, oldest first: `group 311 sample 2 attempt 1 on rollout_n1`."""
-        return [f"group {g.id} (prompt {g.ordinal}) sample {i} attempt {s.attempt} " + (f"on {s.worker}" if s.worker else "not leased")
-                for g in self.groups.values() for i, s in enumerate(g.samples)
-                if s.state in (SampleState.WAITING, SampleState.LEASED)]
+    def awaited(self, limit: int = 5) -> list[str]:
+        """What the next batch still needs, oldest first: `group 311 (prompt 40) sample 2 attempt 1 on rollout_n1`."""
+        found = []
+        for group in self.groups.values():
+            for index, sample in enumerate(group.samples):
+                if sample.state in (SampleState.WAITING, SampleState.LEASED) and len(found) < limit:
+                    where = f"on {sample.worker}" if sample.state == SampleState.LEASED else "not leased"
+                    found.append(f"group {group.id} (prompt {group.ordinal}) sample {index} attempt {sample.attempt} {where}")
+        return found
