@@ -87,6 +87,7 @@ class RolloutConfig:
     max_new_tokens: int | None = opt(None, "cap on one turn's sampled tokens; unset: what max_len leaves")
     temperature: float = opt(1.0, "sampling temperature")
     concurrency: int = opt(64, "rollouts that one worker keeps in flight")
+    group_timeout: float = opt(0.0, "seconds from a group's first lease after which it goes on without its unfinished rollouts; 0: never")
     max_turns: int = opt(64, "an Env that has not ended after this many turns is truncated")
 
 
@@ -107,6 +108,7 @@ class VllmConfig:
     max_num_seqs: int | None = opt(None, "requests decoded at once; unset: vLLM's default")
     enable_prefix_caching: bool = opt(True, "share the KV of equal prefixes")
     start_timeout: float = opt(900.0, "seconds until a server must be healthy")
+    stall_timeout: float = opt(300.0, "seconds without a sampled token, while requests are under way, after which a server counts as dead")
     extra_args: list[str] = opt([], "more arguments for `vllm serve`, as they are")
 
 
@@ -121,6 +123,8 @@ class AdvantageConfig:
 @dataclass
 class AlgoConfig:
     advantage: AdvantageConfig = section(AdvantageConfig)
+    dynamic_filtering_enable: bool = opt(False, "train only on groups whose mean score lies inside dynamic_filtering_range")
+    dynamic_filtering_range: tuple[float, float] = opt((0.0, 1.0), "both ends excluded")
 
 
 @dataclass
@@ -149,9 +153,13 @@ class WeightsConfig:
 
 @dataclass
 class BrokerConfig:
-    lease_timeout: float = opt(1200.0, "seconds after which a rollout without a result is leased again")
+    lease_timeout: float = opt(600.0, "seconds without progress after which a rollout is leased again")
     heartbeat_timeout: float = opt(60.0, "seconds of silence after which a worker counts as dead")
-    max_attempts: int = opt(3, "leases of one rollout before it counts as failed")
+    max_attempts: int = opt(3, "infrastructure faults of one rollout before it counts as failed")
+    max_worker_faults: int = opt(8, "infrastructure faults in a row after which a worker gets no more leases")
+    max_filtered_groups: int = opt(1000, "groups filtered in a row that stop the run")
+    memory_bytes: int = opt(4 << 30, "finished rollouts kept in memory; beyond it they are read back from the journal")
+    inline_bytes: int = opt(8 << 20, "a rollout larger than this travels by reference through a file in the run folder")
     max_fault_rate: float = opt(0.5, "share of faulty rollouts among the last 64 ended ones that stops the run")
     max_message_bytes: int = opt(1 << 30, "largest message that a socket takes")
 

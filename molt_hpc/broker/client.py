@@ -159,10 +159,13 @@ class AsyncBrokerClient:
 
     async def send(self, kind: str, fields: dict[str, Any] | None = None, arrays: dict[str, np.ndarray] | None = None) -> None:
         """Send one message. Raises wire.WireError if it is larger than broker.max_message_bytes."""
-        frames = wire.encode(kind, fields, arrays)
+        await self.send_frames(wire.encode(kind, fields, arrays))
+
+    async def send_frames(self, frames: list[Any]) -> None:
+        """Send an encoded message."""
         size = sum(len(f) if isinstance(f, bytes) else f.nbytes for f in frames)
         if size > self._limit:
-            raise wire.WireError(f"{kind}: {size} bytes, the limit is {self._limit} (broker.max_message_bytes)")
+            raise wire.WireError(f"a message of {size} bytes, the limit is {self._limit} (broker.max_message_bytes)")
         await self._socket.send_multipart(frames, copy=False)
 
     async def receive(self) -> wire.Message:

@@ -356,11 +356,12 @@ class Ledger:
 
     def _close(self, group: Group) -> None:
         scores = [group.samples[index].score for index in group.finished()]
+        mean = sum(scores) / max(len(scores), 1)
         if len(scores) < self.config.min_group_size:
             self._end_group(group, GroupState.DROPPED, f"fewer than {self.config.min_group_size} usable rollouts")
-        elif self.config.filter_range and not self.config.filter_range[0] < sum(scores) / len(scores) < self.config.filter_range[1]:
+        elif self.config.filter_range and not self.config.filter_range[0] < mean < self.config.filter_range[1]:
             self.filtered_in_a_row += 1
-            self._end_group(group, GroupState.FILTERED, "the mean score is outside the filter's range")
+            self._end_group(group, GroupState.FILTERED, f"mean score {mean:.1f} is outside the filter's range")
         else:
             self.filtered_in_a_row = 0
             group.state = GroupState.COMPLETE

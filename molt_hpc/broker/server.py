@@ -1,8 +1,8 @@
 """The broker's process: one ROUTER socket, one loop, around the pure ledger and update protocol.
 
-Workers say `credits` and are given leases; what they produce is kept as it came (the payload is never
-decoded) until a batch is complete and the actor asks for it. The actor then says `trained`, has the
-engines updated (`update_begin`, `update_transfer`, `update_sent`) and reports its metrics (`step_done`).
+Workers say `credits` and are given leases; what they produce is journalled as it came (the payload is never
+decoded) and then acknowledged, until a batch is complete and the actor asks for it. The actor says `trained`, has
+the engines updated (`update_begin`, `update_transfer`, `update_sent`) and reports its metrics (`step_done`).
 Nothing here blocks: whoever must wait is answered later, and every wait has a deadline in `_tick`.
 """
 
@@ -13,7 +13,6 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,32 +23,23 @@ from zmq.auth.thread import ThreadAuthenticator
 from molt_hpc import wire
 from molt_hpc.broker.client import ENDPOINT, read_keys, write_private
 from molt_hpc.broker.conductor import Conductor
-from molt_hpc.broker.ledger import Grant, GroupState, Ledger, LedgerConfig
+from molt_hpc.broker.fleet import Fleet, Peer
+from molt_hpc.broker.ledger import END_STATES, Grant, GroupState, LedgerConfig
+from molt_hpc.broker.recovery import recover
+from molt_hpc.broker.store import Store
 from molt_hpc.config import RunConfig
 from molt_hpc.data.prompts import PromptOrder
+from molt_hpc.data.references import remove_reference
 from molt_hpc.records import Lease
 
 log = logging.getLogger(__name__)
 
 TICK = 0.2
 """Seconds between two looks at the deadlines."""
+BURST = 256
+"""Messages taken from the socket before leases are given and batches shipped again."""
 FAULT_WINDOW, FAULT_MINIMUM = 64, 16
-"""The fault rate is taken over the last 64 ended rollouts, once 16 have ended."""
-
-
-@dataclass
-class Peer:
-    """A process that has said hello."""
-
-    identity: bytes
-    role: str
-    name: str
-    host: str
-    last_seen: float
-    ready: bool = False
-    credits: int = 0
-    engines: dict[str, int] = field(default_factory=dict)
-    progress: dict[str, Any] = field(default_factory=dict)
+"""The data-fault rate is taken over the last 64 ended rollouts, once 16 have ended."""
 
 
 class AllowedKey:
@@ -62,17 +52,22 @@ class AllowedKey:
         return key == self._public
 
 
+def ledger_config(config: RunConfig, total_prompts: int) -> LedgerConfig:
+    rollout, algo = config.rollout, config.algo
+    return LedgerConfig(rollout.batch_size, rollout.n_samples_per_prompt, rollout.min_group_size, config.train.max_lag,
+                        config.broker.max_attempts, config.broker.lease_timeout, total_prompts, config.train.max_steps, rollout.group_timeout,
+                        tuple(algo.dynamic_filtering_range) if algo.dynamic_filtering_enable else None)
+
+
 class Broker:
     """State and handlers. `serve` runs the loop and returns the exit code: 0 done, 1 failed."""
 
     def __init__(self, run: Path, config: RunConfig, attempt: int, on_step: Callable[[dict[str, Any]], str], host: str = "127.0.0.1"):
         self.run, self.config, self.attempt, self.step_sink = run, config, attempt, on_step
         self.prompts = PromptOrder(config)
-        self.ledger = Ledger(LedgerConfig(
-            config.rollout.batch_size, config.rollout.n_samples_per_prompt, config.rollout.min_group_size, config.train.max_lag,
-            config.broker.max_attempts, config.broker.lease_timeout, self.prompts.total, config.train.max_steps))
-        self.peers: dict[bytes, Peer] = {}
-        self.finished: dict[tuple[int, int], list[Any]] = {}
+        self.ledger, places, segment = recover(run / "journal", ledger_config(config, self.prompts.total), time.time())
+        self.store = Store(run / "journal", self.ledger, places, segment, config.broker.memory_bytes)
+        self.fleet = Fleet(config.broker.max_worker_faults)
         self.phase, self.reason = "roll_call", ""
         self.expected = ["actor", *(f"rollout_n{i}" for i in range(config.rollout.num_nodes))]
         self.board: dict[str, Any] = {}
@@ -81,8 +76,9 @@ class Broker:
         self.outcomes: deque[bool] = deque(maxlen=FAULT_WINDOW)
         self.batch_request: tuple[bytes, int, float] | None = None
         self.next_report = 0.0
-        self.last_counts: Counter[str] = Counter()
-        self.started = time.monotonic()
+        self.last_counts: Counter[str] = self._counts()
+        self.started = self.last_usable = time.monotonic()
+        self.loop_seconds: deque[float] = deque(maxlen=10_000)
         self.conductor = Conductor(config.weights, self._send, self._reply)
         self._bind(host)
 
@@ -90,7 +86,7 @@ class Broker:
 
     def _bind(self, host: str) -> None:
         keys = read_keys(self.run)
-        self.context = zmq.Context()
+        self.context = zmq.Context(io_threads=2)
         self.auth = ThreadAuthenticator(self.context)
         self.auth.start()
         self.auth.configure_curve_callback(credentials_provider=AllowedKey(keys["role_public"]))
@@ -100,13 +96,15 @@ class Broker:
         self.socket.router_mandatory = True
         self.socket.linger = 0
         self.socket.sndhwm = self.socket.rcvhwm = 0
+        self.socket.backlog = 4096
         self.socket.maxmsgsize = self.config.broker.max_message_bytes
         self.socket.heartbeat_ivl, self.socket.heartbeat_timeout = 10_000, 60_000
         self.socket.ipv6 = ":" in host
-        port = self.socket.bind_to_random_port(f"tcp://{f'[{host}]' if ':' in host else host}")
-        self.address = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+        name = f"[{host}]" if ":" in host else host
+        self.address = f"tcp://{name}:{self.socket.bind_to_random_port(f'tcp://{name}')}"
         write_private(self.run / ENDPOINT, {"address": self.address, "attempt": self.attempt})
-        log.info("listening on %s, attempt %d", self.address, self.attempt)
+        log.info("listening on %s, attempt %d; %d steps are trained, %d groups under way", self.address, self.attempt,
+                 self.ledger.trained_steps, len(self.ledger.groups))
 
     def _send_frames(self, identity: bytes, frames: list[Any]) -> bool:
         """Send without ever waiting. False if the peer is not connected any more."""
@@ -119,8 +117,7 @@ class Broker:
             return False
 
     def _send(self, identity: bytes, kind: str, fields: dict[str, Any], frames: list[Any] = (), specs: list[dict] = ()) -> bool:
-        header = wire.encode(kind, fields)[0] if not frames else wire.relay_header(kind, fields, specs)
-        return self._send_frames(identity, [header, *frames])
+        return self._send_frames(identity, [wire.relay_header(kind, fields, specs), *frames])
 
     def _reply(self, identity: bytes, request: int, kind: str, fields: dict[str, Any]) -> None:
         self._send(identity, kind, fields | {"reply_to": request})
@@ -130,18 +127,20 @@ class Broker:
     def serve(self) -> int:
         next_tick = 0.0
         while self.phase not in ("done", "failed"):
-            if self.socket.poll(TICK * 1000):
-                for _ in range(1000):
-                    try:
-                        frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                    except zmq.Again:
-                        break
-                    self._receive(frames)
-            if time.monotonic() >= next_tick:
+            self.socket.poll(TICK * 1000)
+            began = time.monotonic()
+            for _ in range(BURST):
+                try:
+                    frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                except zmq.Again:
+                    break
+                self._receive(frames)
+            if began >= next_tick:
                 self._tick(time.monotonic())
                 next_tick = time.monotonic() + TICK
             self._give_leases()
             self._ship()
+            self.loop_seconds.append(time.monotonic() - began)
         self._say_goodbye()
         return 0 if self.phase == "done" else 1
 
@@ -151,9 +150,10 @@ class Broker:
             message = wire.decode(frames[1:], self.config.broker.max_message_bytes)
         except wire.WireError as error:
             self.bad_frames[str(error)[:80]] += 1
-            log.warning("a message that is not ours was dropped: %s", error)
+            if self.bad_frames.total() <= 20:
+                log.warning("a message that is not ours was dropped: %s", error)
             return
-        peer, request = self.peers.get(identity), message.fields.get("request", 0)
+        peer, request = self.fleet.peers.get(identity), message.fields.get("request", 0)
         handler = getattr(self, f"on_{message.kind}", None)
         if message.kind == "hello":
             self.on_hello(identity, request, message.fields)
@@ -165,38 +165,61 @@ class Broker:
             peer.last_seen = time.monotonic()
             try:
                 handler(peer, message, request)
-            except (KeyError, TypeError) as error:  # a field is missing or of the wrong type: the sender's fault
-                self.bad_frames[f"{message.kind}: {error!r}"] += 1
+            except (KeyError, TypeError, ValueError) as error:  # a field is missing or of the wrong type: the sender's fault
+                self.bad_frames[f"{message.kind}: {error!r}"[:80]] += 1
                 self._reply(identity, request, "refused", {"reason": f"{message.kind}: bad field: {error!r}"})
+            self.store.commit()
 
     def _tick(self, now: float) -> None:
-        for grant in self.ledger.expire(now):
-            log.warning("lease %s expired after %.0f s: leased again", grant.id, self.config.broker.lease_timeout)
-        for peer in [p for p in self.peers.values() if p.role == "rollout" and now - p.last_seen > self.config.broker.heartbeat_timeout]:
+        for grant in self.ledger.expire(time.time()):
+            log.warning("lease %s made no progress for %.0f s: leased again", grant.id, self.config.broker.lease_timeout)
+        for group in self.ledger.late_groups(time.time()):
+            self._close_late(group.id)
+        self.store.commit()
+        for peer in self.fleet.silent(now, self.config.broker.heartbeat_timeout):
             self._lose(peer, f"silent for {now - peer.last_seen:.0f} s")
-        reason = self.conductor.expire(now)
-        if reason:
+        if reason := self.conductor.expire(now):
             self.fail(reason)
         if self.phase == "roll_call" and now - self.started > self.config.launch.roll_call_timeout:
             self.fail(f"roll call: no report within {self.config.launch.roll_call_timeout:.0f} s from {', '.join(self.missing())}")
+        self._check_fleet(now)
+        if self.ledger.filtered_in_a_row > self.config.broker.max_filtered_groups:
+            seen = "; ".join(f"{count} x {reason}" for reason, count in self.ledger.reasons.most_common() if "mean score" in reason)
+            self.fail(f"{self.ledger.filtered_in_a_row} groups in a row were filtered (broker.max_filtered_groups): {seen}")
         if self.batch_request and now > self.next_report:
             self._report_wait(now)
 
+    def _check_fleet(self, now: float) -> None:
+        """A run without a usable worker waits as long as a silent one is waited for, then ends with the reason."""
+        if self.phase != "running" or self.fleet.usable():
+            self.last_usable = now
+        elif barred := [p for p in self.fleet.workers() if p.barred]:
+            self.fail(f"no worker can be given leases: {barred[0].name} on {barred[0].host}: {barred[0].barred}")
+        elif now - self.last_usable > self.config.broker.heartbeat_timeout:
+            self.fail(f"no rollout worker for {now - self.last_usable:.0f} s")
+
     def _report_wait(self, now: float) -> None:
-        waited, awaited = now - self.batch_request[2], self.ledger.awaited()
+        waited = now - self.batch_request[2]
         self.next_report = now + 30
         if waited > 20:
-            log.info("the actor has waited %.0f s for step %d: %d rollouts are out, first %s", waited,
-                     self.ledger.shipped_steps + 1, len(awaited), "; ".join(awaited[:3]) or "none")
+            log.info("the actor has waited %.0f s for step %d: %s", waited, self.ledger.shipped_steps + 1,
+                     "; ".join(self.ledger.awaited(3)) or "nothing is out")
 
     def _lose(self, peer: Peer, reason: str) -> None:
-        lost = self.ledger.worker_lost(peer.name)
-        self.peers.pop(peer.identity, None)
+        lost = self.ledger.worker_lost(peer.name, time.time()) if peer.role == "rollout" else []
+        self.fleet.remove(peer)
+        self.store.commit()
         log.error("%s on %s is gone (%s); %d leases go to others", peer.name, peer.host, reason, len(lost))
         for engine in peer.engines:
             self.conductor.engine_failed(engine, f"{peer.name} is gone ({reason})")
-        if self.phase == "running" and not self._workers():
-            self.fail(f"the last rollout worker is gone: {peer.name} on {peer.host}: {reason}")
+
+    def _close_late(self, group: int) -> None:
+        cut = self.ledger.close_group(group, time.time())
+        log.warning("group %d passed its deadline (rollout.group_timeout): it goes on without %d rollouts", group, len(cut))
+        for grant in cut:
+            worker = self.fleet.named(grant.group.samples[grant.sample].worker)
+            if worker:
+                self._send(worker.identity, "cancel", {"lease": grant.id})
 
     def fail(self, reason: str) -> None:
         if self.phase not in ("done", "failed"):
@@ -205,14 +228,18 @@ class Broker:
 
     def _say_goodbye(self) -> None:
         log.info("the run is %s%s", self.phase, f": {self.reason}" if self.reason else "")
-        for peer in list(self.peers.values()):
+        self.store.close()
+        for peer in list(self.fleet.peers.values()):
             if peer.role != "supervisor":
                 self._send(peer.identity, "stop", {"reason": self.reason or "the run is done"})
         # the supervisor asks once a second: let it hear the end before the socket closes
         deadline = time.monotonic() + 3
-        while time.monotonic() < deadline and self.socket.poll(200) is not None:
-            if self.socket.poll(0):
-                self._receive(self.socket.recv_multipart(copy=False))
+        while time.monotonic() < deadline:
+            if self.socket.poll(200):
+                frames = self.socket.recv_multipart(copy=False)
+                with_status = len(frames) > 1 and b"status" in frames[1].bytes[:200]
+                if with_status:
+                    self._receive(frames)
         self.auth.stop()
         self.socket.close(linger=500)
         self.context.term()
@@ -224,14 +251,16 @@ class Broker:
             self._reply(identity, request, "refused", {"reason": f"this is attempt {self.attempt}, not {fields.get('attempt')}"})
             return
         role, name = str(fields.get("role")), str(fields.get("name"))
-        for old in [p for p in self.peers.values() if p.name == name and p.role == "rollout" == role]:
+        for old in [p for p in self.fleet.workers() if p.name == name and role == "rollout"]:
             self._lose(old, "it said hello again")
-        self.peers[identity] = Peer(identity, role, name, str(fields.get("host")), time.monotonic())
+        self.fleet.add(Peer(identity, role, name, str(fields.get("host")), time.monotonic()))
         log.info("hello from %s on %s", name, fields.get("host"))
-        self._reply(identity, request, "welcome", {"total_steps": self.ledger.total_steps, "attempt": self.attempt})
+        window = max(self.config.broker.memory_bytes // max(self.config.rollout.num_nodes, len(self.fleet.workers())), 1)
+        self._reply(identity, request, "welcome", {"total_steps": self.ledger.total_steps, "attempt": self.attempt, "window_bytes": window,
+                                                   "trained_steps": self.ledger.trained_steps})
 
     def missing(self) -> list[str]:
-        ready = {p.name for p in self.peers.values() if p.ready}
+        ready = {p.name for p in self.fleet.peers.values() if p.ready}
         return [name for name in self.expected if name not in ready]
 
     def on_ready(self, peer: Peer, message: wire.Message, request: int) -> None:
@@ -240,16 +269,20 @@ class Broker:
         if self.phase == "roll_call" and not self.missing():
             self.phase = "running"
             log.info("every role has reported after %.1f s", time.monotonic() - self.started)
-            self.conductor.engines_ready(self._engines(), time.monotonic())
+            self.conductor.engines_ready(self.fleet.engines(), time.monotonic())
         self._reply(peer.identity, request, "ok", {})
 
     def on_status(self, peer: Peer, message: wire.Message, request: int) -> None:
         first = int(message.fields.get("lines_from", 0))
+        latency = sorted(self.loop_seconds)
         self._reply(peer.identity, request, "status", {
             "phase": self.phase, "reason": self.reason, "missing": self.missing(), "step": self.ledger.trained_steps,
             "total_steps": self.ledger.total_steps, "version": self.ledger.current_version, "groups": self.ledger.counts(),
-            "awaited": self.ledger.awaited()[:5], "update": self.conductor.describe(), "step_lines": self.step_lines[first:],
-            "workers": {p.name: {"host": p.host, "credits": p.credits, **p.progress} for p in self._workers()}})
+            "awaited": self.ledger.awaited(), "update": self.conductor.describe(), "step_lines": self.step_lines[first:],
+            "workers": {p.name: p.describe() for p in self.fleet.workers()[:64]}, "worker_count": len(self.fleet.workers()),
+            "lease_ends": dict(self.ledger.ended_leases), "reasons": dict(self.ledger.reasons.most_common(10)),
+            "cached_bytes": self.store.cached_bytes, "bad_frames": self.bad_frames.total(),
+            "loop_p99_seconds": latency[int(0.99 * (len(latency) - 1))] if latency else 0.0})
 
     def on_stop(self, peer: Peer, message: wire.Message, request: int) -> None:
         self._reply(peer.identity, request, "ok", {})
@@ -264,33 +297,51 @@ class Broker:
 
     # rollout workers -----------------------------------------------------------------------
 
-    def _workers(self) -> list[Peer]:
-        return [p for p in self.peers.values() if p.role == "rollout"]
-
-    def _engines(self) -> dict[str, tuple[bytes, int]]:
-        return {engine: (p.identity, size) for p in self._workers() for engine, size in p.engines.items()}
-
     def on_credits(self, peer: Peer, message: wire.Message, request: int) -> None:
         peer.credits += int(message.fields["count"])
 
     def on_heartbeat(self, peer: Peer, message: wire.Message, request: int) -> None:
-        peer.progress = dict(message.fields)
+        peer.progress = {k: message.fields.get(k) for k in ("running", "rollouts", "sampled_tokens")}
+        for group, sample, attempt in message.fields.get("progress", ()):
+            self.ledger.progress(group, sample, attempt, time.time())
+
+    def on_drain(self, peer: Peer, message: wire.Message, request: int) -> None:
+        peer.draining, peer.credits = True, 0
+        log.info("%s on %s drains: it finishes what it has and takes nothing new", peer.name, peer.host)
+
+    def on_goodbye(self, peer: Peer, message: wire.Message, request: int) -> None:
+        self._lose(peer, "it said goodbye")
 
     def on_rollout(self, peer: Peer, message: wire.Message, request: int) -> None:
         fields = message.fields
         key = (fields["group_id"], fields["sample"])
-        if self.ledger.finish(*key, fields["attempt"]):
-            self.finished[key] = wire.relay_frames(message)
+        if self.ledger.finish(*key, fields["attempt"], float(fields.get("seconds", 0.0)), float(fields.get("score", 0.0))):
+            self.store.commit(wire.relay_frames(message))
+            self._forget_if_ended(key[0])
+            self.fleet.rollout_finished(peer)
             self.outcomes.append(True)
+        elif "reference" in fields:
+            remove_reference(self.run, fields["reference"])
+        self._send(peer.identity, "accepted", {"lease": f"{key[0]}.{key[1]}.{fields['attempt']}"})
+
+    def _forget_if_ended(self, group: int) -> None:
+        if group not in self.ledger.groups:
+            self.store.forget(group)
 
     def on_fault(self, peer: Peer, message: wire.Message, request: int) -> None:
         fields = message.fields
-        if not self.ledger.fault(fields["group_id"], fields["sample"], fields["attempt"], fields["fault"], fields["reason"]):
+        if not self.ledger.fault(fields["group_id"], fields["sample"], fields["attempt"], fields["fault"], fields["reason"], time.time()):
             return
+        self.store.commit()
+        self._forget_if_ended(fields["group_id"])
         log.warning("%s fault of group %d sample %d attempt %d on %s: %s", fields["fault"], fields["group_id"], fields["sample"],
                     fields["attempt"], peer.name, fields["reason"])
         with open(self.run / "quarantine.jsonl", "a") as file:
             file.write(json.dumps({k: v for k, v in fields.items() if k != "request"} | {"worker": peer.name, "time": time.time()}) + "\n")
+        if fields["fault"] == "infrastructure":
+            if self.fleet.infrastructure_fault(peer, fields["reason"]):
+                log.error("%s on %s gets no more leases: %s", peer.name, peer.host, peer.barred)
+            return
         self.outcomes.append(False)
         bad = self.outcomes.count(False)
         if len(self.outcomes) >= FAULT_MINIMUM and bad > self.config.broker.max_fault_rate * len(self.outcomes):
@@ -303,15 +354,20 @@ class Broker:
     def _give_leases(self) -> None:
         if self.phase != "running":
             return
-        for peer in self._workers():
-            while peer.credits > 0:
-                grant = self.ledger.lease(peer.name, time.monotonic())
+        hungry = [p for p in self.fleet.workers() if p.may_lease(self.ledger.current_version)]
+        # one each in turn, so that a small fleet and a large one are filled alike
+        while hungry:
+            for peer in list(hungry):
+                grant = self.ledger.lease(peer.name, time.time())
+                self.store.commit()
                 if grant is None:
                     return
                 peer.credits -= 1
                 if not self._send(peer.identity, "lease", self._lease(grant).to_header()):
                     self._lose(peer, "its connection is closed")
-                    break
+                    hungry.remove(peer)
+                elif peer.credits == 0:
+                    hungry.remove(peer)
 
     def _lease(self, grant: Grant) -> Lease:
         group = grant.group
@@ -328,31 +384,45 @@ class Broker:
         self.next_report = time.monotonic() + 20
 
     def _ship(self) -> None:
+        """Answer the actor's `next_batch`: with a batch, with the end, or by asking for the weights to be sent again."""
         if self.batch_request is None:
             return
         identity, request, _ = self.batch_request
-        shipped = self.ledger.ship()
-        if shipped is None:
-            if self.ledger.done():
-                self.batch_request = None
-                self._reply(identity, request, "end", {"steps": self.ledger.trained_steps})
-            return
-        step, groups = shipped
-        parts = [self.finished.pop((g.id, sample)) for g in groups for sample in g.finished()]
-        self.batch_request = None
-        self._reply(identity, request, "batch", {"step": step, "rollouts": len(parts), "version": self.ledger.current_version})
-        for frames in parts:
-            self._send_frames(identity, frames)
+        step = self.ledger.trained_steps + 1
+        again = self.ledger.batch(step)  # shipped before, but its step was never reported: after a restart
+        shipped = (step, again) if again else self.ledger.ship()
+        self.store.commit()
+        if shipped is not None:
+            self.batch_request = None
+            self._send_batch(identity, request, *shipped)
+        elif self.ledger.done():
+            self.batch_request = None
+            self._reply(identity, request, "end", {"steps": self.ledger.trained_steps})
+        elif any(p.ready and p.served != self.ledger.current_version for p in self.fleet.workers()):
+            self.batch_request = None
+            self._reply(identity, request, "republish", {"version": self.ledger.current_version})
+
+    def _send_batch(self, identity: bytes, request: int, step: int, groups: list[Any]) -> None:
+        keys = [(g.id, sample) for g in groups for sample in g.finished()]
+        self._reply(identity, request, "batch", {"step": step, "rollouts": len(keys), "version": self.ledger.current_version})
+        for key in keys:
+            self._send_frames(identity, self.store.frames(*key))
 
     def on_trained(self, peer: Peer, message: wire.Message, request: int) -> None:
+        step = message.fields["step"]
+        groups = [g.id for g in self.ledger.batch(step)]
         self.ledger.close_admission()
-        self.ledger.trained(message.fields["step"])
+        self.ledger.trained(step)
+        self.store.commit()
+        for group in groups:
+            self.store.forget(group)
+        self.store.step_done()
         self._reply(peer.identity, request, "ok", {})
 
     def on_update_begin(self, peer: Peer, message: wire.Message, request: int) -> None:
         self.ledger.close_admission()
-        self.conductor.begin(peer.identity, request, message.fields["version"], self._engines() if self.phase == "running" else None,
-                             time.monotonic())
+        engines = self.fleet.engines() if self.phase == "running" else None
+        self.conductor.begin(peer.identity, request, message.fields["version"], engines, time.monotonic())
 
     def on_update_transfer(self, peer: Peer, message: wire.Message, request: int) -> None:
         self.conductor.transfer(message, request)
@@ -365,18 +435,28 @@ class Broker:
         if outcome is None:
             return
         kind, value = outcome
-        if kind == "done":
-            self.ledger.version(value)
-        else:
+        if kind != "done":
             self.fail(value)
+            return
+        for worker in self.fleet.workers():
+            if worker.engines and worker.engines.keys() <= self.conductor.update.receivers:
+                worker.served = value
+        self.ledger.version(value)
+
+    def _counts(self) -> Counter[str]:
+        """Everything that a step's record shows the difference of."""
+        ledger = self.ledger
+        counts = Counter({f"groups_{state}": ledger.ended_groups[state] for state in (GroupState.TRAINED, GroupState.FILTERED, GroupState.DROPPED)})
+        counts.update({f"leases_{end}": ledger.ended_leases[end] for end in END_STATES})
+        counts.update({f"rollout_seconds_{end}": ledger.ended_seconds[end] for end in END_STATES})
+        for kind in ("infrastructure", "data"):
+            counts[f"failed_rollouts_{kind}"] = sum(n for reason, n in ledger.reasons.items() if reason.startswith(f"{kind}:"))
+        return counts
 
     def on_step_done(self, peer: Peer, message: wire.Message, request: int) -> None:
-        counts = Counter(self.ledger.counts()) + Counter({f"failed_rollouts_{k}": v for k, v in self.ledger.failed_samples.items()})
-        ended = (str(GroupState.TRAINED), str(GroupState.DROPPED))
-        record = dict(message.fields["metrics"]) | {"attempt": self.attempt, "version": self.ledger.current_version}
-        record |= {f"groups_{k}": counts[k] - self.last_counts[k] for k in ended}
-        record |= {f"failed_rollouts_{k}": counts[f"failed_rollouts_{k}"] - self.last_counts[f"failed_rollouts_{k}"]
-                   for k in ("infrastructure", "data")}
+        counts = self._counts()
+        record = dict(message.fields["metrics"]) | {"attempt": self.attempt, "version": message.fields["metrics"].get("version", self.ledger.current_version)}
+        record |= {name: counts[name] - self.last_counts[name] for name in counts}
         record |= {"groups_in_flight": len(self.ledger.groups), "ledger_balance": self.ledger.balance()}
         self.last_counts = counts
         self.step_lines.append(self.step_sink(record | {"total_steps": self.ledger.total_steps}))

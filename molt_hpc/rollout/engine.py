@@ -26,6 +26,15 @@ from molt_hpc.guard import guarded
 log = logging.getLogger(__name__)
 
 
+PROGRESS_INTERVAL = 2.0
+"""Seconds between two looks at the server's token counter."""
+
+
+def sampled_tokens(metrics: str) -> float:
+    """Tokens sampled by the server so far, from its Prometheus text."""
+    return sum(float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines() if line.startswith("vllm:generation_tokens_total"))
+
+
 class EngineError(RuntimeError):
     """The server answered with an error, or could not be reached."""
 
@@ -65,7 +74,8 @@ class Engine:
         folder = tempfile.mkdtemp(prefix="molt_hpc_", dir=config.launch.socket_dir)  # mode 0700; its guard removes it
         self.socket = Path(folder) / "engine.sock"
         self.world_size = config.vllm.tensor_parallel_size
-        self.running = 0
+        self.running, self.paused = 0, False
+        self.last_progress = time.monotonic()
         command = [sys.executable, "-m", "molt_hpc.rollout.vllm_launch", *serve_arguments(config, self.socket, seed)]
         self._log = open(log_path, "ab")
         self.process = subprocess.Popen(guarded(command, cleanup=folder, owner=os.getpid(), grace=5.0), env=serve_environment(local_index, self.world_size),
@@ -92,6 +102,26 @@ class Engine:
                 log.info("waiting %.0f s for %s to become healthy", waited, self.name)
             await asyncio.sleep(0.2)
 
+    async def watch_progress(self) -> None:
+        """Look at the server's token counter; a healthy server with requests in it samples something.
+
+        Raises EngineError when it has had requests and sampled nothing for vllm.stall_timeout seconds.
+        """
+        before = -1.0
+        while True:
+            await asyncio.sleep(PROGRESS_INTERVAL)
+            with contextlib.suppress(EngineError):
+                sampled = sampled_tokens(await self._text("/metrics"))
+                if sampled != before or not self.running or self.paused:
+                    before, self.last_progress = sampled, time.monotonic()
+            silent = time.monotonic() - self.last_progress
+            if silent > self.config.vllm.stall_timeout:
+                raise EngineError(f"{self.name} has sampled nothing for {silent:.0f} s (vllm.stall_timeout) with {self.running} requests "
+                                  f"in it; the end of {self.log_path}:\n{self.log_tail()}")
+
+    async def _text(self, path: str) -> str:
+        return (await self._raw("GET", path, None, 10.0)).decode()
+
     def log_tail(self, lines: int = 15) -> str:
         text = self.log_path.read_text(errors="replace").splitlines()
         return "\n".join(text[-lines:])
@@ -112,6 +142,10 @@ class Engine:
         return await self._request("POST", path, body, timeout)
 
     async def _request(self, method: str, path: str, body: Any, timeout: float | None) -> Any:
+        raw = await self._raw(method, path, body, timeout)
+        return json.loads(raw) if raw else None
+
+    async def _raw(self, method: str, path: str, body: Any, timeout: float | None) -> bytes:
         try:
             async with self._client().request(method, path, json=body, timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=60)) as answer:
                 raw = await answer.read()
@@ -119,7 +153,7 @@ class Engine:
             raise EngineError(f"{self.name}: {method} {path}: {type(error).__name__}: {error or f'no answer within {timeout} s'}") from None
         if answer.status != 200:
             raise EngineError(f"{self.name}: {method} {path}: HTTP {answer.status}: {raw[:500].decode(errors='replace')}")
-        return json.loads(raw) if raw else None
+        return raw
 
     async def close(self) -> None:
         """End the server and everything it started."""

@@ -57,13 +57,19 @@ class Episode:
 
     def __init__(self, lease: Lease, config: RunConfig, tokenizer: Any, engine: Engine, agent: AgentProcess):
         self.lease, self.config, self.tokenizer, self.engine, self.agent = lease, config, tokenizer, engine, agent
-        self.started = time.monotonic()
+        self.started = self.last_progress = time.monotonic()
         self.tokens = 0
+        self.generating = False
 
     def _left(self) -> float:
         return self.lease.timeout - (time.monotonic() - self.started)
 
+    def progressed(self, since: float) -> bool:
+        """Whether a turn ended, an agent's call began, or the engine sampled tokens for anybody since then."""
+        return self.last_progress >= since or (self.generating and self.engine.last_progress >= since)
+
     async def _ask(self, op: str, state: dict[str, Any] | None = None) -> Any:
+        self.last_progress = time.monotonic()
         try:
             return await self.agent.call(op, self.lease.id, state, self._left())
         except AgentFault as fault:
@@ -102,8 +108,12 @@ class Episode:
         limit = min(room, self.config.rollout.max_new_tokens or room)
         request = f"{self.lease.id}.{turn}"
         sampled = generate(self.engine, stream.token_ids, limit, self.config.rollout.temperature, self.lease.seed + turn, request)
-        async with asyncio.timeout(max(self._left(), 0.0)):
-            result = await sampled
+        self.generating = True
+        try:
+            async with asyncio.timeout(max(self._left(), 0.0)):
+                result = await sampled
+        finally:
+            self.generating, self.last_progress = False, time.monotonic()
         self.tokens += len(result.token_ids)
         return result
 

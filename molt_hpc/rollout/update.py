@@ -18,12 +18,14 @@ async def apply_command(engine: Engine, config: RunConfig, command: str, fields:
     """
     timeout = config.weights.timeout
     if command == "pause":
+        engine.paused = True
         await engine.post("/pause?mode=keep", timeout=timeout)
         return {"answer": "paused"}
     if command == "resume":
         # The prefix cache and the KV of frozen requests hold the old weights: nothing of them may serve the new version.
         await engine.post("/reset_prefix_cache?reset_running_requests=true", timeout=timeout)
         await engine.post("/resume", timeout=timeout)
+        engine.paused = False
         served = (await engine.get("/weight_info", timeout=timeout))["weight_version"]
         if served != str(fields["version"]):
             raise EngineError(f"{engine.name} serves version {served!r} after the update to {fields['version']}")

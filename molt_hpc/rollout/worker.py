@@ -11,14 +11,17 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import signal
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
+from molt_hpc import wire
 from molt_hpc.broker.client import AsyncBrokerClient, cancel_all
 from molt_hpc.config import RunConfig, load
-from molt_hpc.records import Lease
+from molt_hpc.data.references import by_reference, size_of
+from molt_hpc.records import Lease, Rollout
 from molt_hpc.rollout.engine import Engine, EngineError
 from molt_hpc.rollout.episode import DataFault, Episode
 from molt_hpc.rollout.isolation import AgentPool, AgentProcessGone
@@ -40,15 +43,20 @@ class Worker:
         self.client = AsyncBrokerClient(run, address, config.broker.max_message_bytes)
         self.engines: dict[str, Engine] = {}
         self.agents: AgentPool | None = None
-        self.tasks: set[asyncio.Task] = set()
+        self.leases: dict[str, tuple[asyncio.Task, Episode]] = {}
+        self.commands: set[asyncio.Task] = set()
         self.tokens = 0
+        self.draining = False
+        self.window = Window()
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def main(self) -> int:
         """Run until the broker says stop (0) or a part is lost (1)."""
         background: list[asyncio.Task] = []
         try:
-            await self.client.hello("rollout", self.name, self.attempt)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._drain)
+            welcome = await self.client.hello("rollout", self.name, self.attempt)
+            self.window.limit = welcome["window_bytes"]
             background = [self._watch(self._receive()), self._watch(self._heartbeat())]
             starting = asyncio.create_task(self._start())
             await asyncio.wait([starting, self.ended], return_when=asyncio.FIRST_COMPLETED)
@@ -57,7 +65,7 @@ class Worker:
             elif starting.exception():
                 raise starting.exception()
             else:
-                background.append(self._watch(self._watch_engines()))
+                background += [self._watch(self._watch_engines()), *(self._watch(e.watch_progress()) for e in self.engines.values())]
             reason = await self.ended
             log.info("the worker ends: %s", reason)
             return 0
@@ -65,7 +73,7 @@ class Worker:
             log.error("the worker fails: %s", error)
             return 1
         finally:
-            await cancel_all([*background, *self.tasks])
+            await cancel_all([*background, *self.commands, *(task for task, _ in self.leases.values())])
             await asyncio.gather(*(e.close() for e in self.engines.values()), *([self.agents.close()] if self.agents else []))
             self.client.close()
 
@@ -97,26 +105,58 @@ class Worker:
     async def _receive(self) -> None:
         while True:
             message = await self.client.receive()
+            fields = message.fields
             if message.kind == "lease":
-                self._spawn(self._run_lease(Lease.from_header(message.fields)))
+                self._start_lease(Lease.from_header(fields))
+            elif message.kind == "accepted":
+                self.window.release(fields["lease"])
+            elif message.kind == "cancel":
+                if fields["lease"] in self.leases:
+                    self.leases[fields["lease"]][0].cancel()
             elif message.kind in ("pause", "transfer", "resume"):
-                self._spawn(self._update(message.kind, message.fields, message))
+                self._spawn(self._update(message.kind, fields, message))
             elif message.kind == "stop":
-                if not self.ended.done():
-                    self.ended.set_result(message.fields["reason"])
+                self._end(fields["reason"])
                 return
             elif message.kind == "refused":
-                raise RuntimeError(f"the broker refuses: {message.fields['reason']}")
+                raise RuntimeError(f"the broker refuses: {fields['reason']}")
+
+    def _end(self, reason: str) -> None:
+        if not self.ended.done():
+            self.ended.set_result(reason)
 
     def _spawn(self, coroutine: Any) -> None:
         task = self._watch(coroutine)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        self.commands.add(task)
+        task.add_done_callback(self.commands.discard)
+
+    def _start_lease(self, lease: Lease) -> None:
+        engine = min(self.engines.values(), key=lambda e: e.running)
+        agent = self.agents.pick()
+        agent.load += 1
+        episode = Episode(lease, self.config, self.tokenizer, engine, agent)
+        self.leases[lease.id] = (self._watch(self._run_lease(episode)), episode)
+
+    def _drain(self) -> None:
+        """SIGUSR1: take nothing new, finish what is under way, say goodbye."""
+        if not self.draining:
+            self.draining = True
+            self._spawn(self._leave())
+
+    async def _leave(self) -> None:
+        log.info("draining: %d rollouts are under way", len(self.leases))
+        await self.client.send("drain")
+        while self.leases:
+            await asyncio.wait([task for task, _ in self.leases.values()], timeout=HEARTBEAT)
+        await self.window.empty(self.config.broker.heartbeat_timeout)
+        await self.client.send("goodbye")
+        self._end("drained")
 
     async def _heartbeat(self) -> None:
         while True:
-            running = sum(e.running for e in self.engines.values())
-            await self.client.send("heartbeat", {"running": running, "rollouts": len(self.tasks), "sampled_tokens": self.tokens})
+            alive = [[e.lease.group_id, e.lease.sample, e.lease.attempt] for _, e in self.leases.values() if e.progressed(time.monotonic() - HEARTBEAT)]
+            await self.client.send("heartbeat", {"running": sum(e.running for e in self.engines.values()), "rollouts": len(self.leases),
+                                                 "sampled_tokens": self.tokens, "progress": alive})
             await asyncio.sleep(HEARTBEAT)
 
     async def _watch_engines(self) -> None:
@@ -138,15 +178,12 @@ class Worker:
         answer.setdefault("seconds", {command: time.monotonic() - started})
         await self.client.send("engine_answer", base | answer)
 
-    async def _run_lease(self, lease: Lease) -> None:
-        engine = min(self.engines.values(), key=lambda e: e.running)
-        agent = self.agents.pick()
-        agent.load += 1
-        episode = Episode(lease, self.config, self.tokenizer, engine, agent)
+    async def _run_lease(self, episode: Episode) -> None:
+        """Run a lease to its end; whatever that is, the broker hears of it and gets the credit back."""
+        lease = episode.lease
         try:
-            rollout = await episode.run()
+            await self._send_rollout(lease, await episode.run())
             self.tokens += episode.tokens
-            await self.client.send("rollout", *rollout.to_wire())
         except DataFault as fault:
             await self._fault(lease, "data", str(fault), fault.traceback)
         except (AgentProcessGone, EngineError) as error:
@@ -155,18 +192,57 @@ class Worker:
             # a call that hangs in user code blocks its process: replace it; a slow engine is not the agent's fault
             hung = "did not return" in str(error)
             if hung:
-                self.agents.replace(agent)
+                self.agents.replace(episode.agent)
             await self._fault(lease, "data" if hung else "infrastructure",
                               f"no result within {lease.timeout:.0f} s (agent.timeout): {error or 'the engine was still generating'}")
         except ValueError as error:
             await self._fault(lease, "data", str(error), traceback.format_exc())
         finally:
-            agent.load -= 1
-        await self.client.send("credits", {"count": 1})
+            episode.agent.load -= 1
+            self.leases.pop(lease.id, None)
+            if not self.draining:
+                await self.client.send("credits", {"count": 1})
+
+    async def _send_rollout(self, lease: Lease, rollout: Rollout) -> None:
+        """Send a rollout, by reference if it is large, and not before the window has room for it."""
+        frames = wire.encode("rollout", *rollout.to_wire())
+        if size_of(frames) > self.config.broker.inline_bytes:
+            frames = await asyncio.to_thread(by_reference, self.run, lease.id, frames)
+        await self.window.take(lease.id, size_of(frames))
+        await self.client.send_frames(frames)
 
     async def _fault(self, lease: Lease, kind: str, reason: str, trace: str = "") -> None:
         await self.client.send("fault", {"group_id": lease.group_id, "sample": lease.sample, "attempt": lease.attempt, "fault": kind,
                                          "reason": reason, "traceback": trace, "prompt": lease.prompt.to_header()})
+
+
+class Window:
+    """Bytes of rollouts that the broker has not acknowledged yet; bounded, so that its memory is."""
+
+    def __init__(self) -> None:
+        self.limit = 1 << 62
+        self._sizes: dict[str, int] = {}
+        self._changed = asyncio.Condition()
+
+    async def take(self, lease: str, size: int) -> None:
+        """Wait until `size` bytes may be sent; a message larger than the whole window goes alone."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._sizes or sum(self._sizes.values()) + size <= self.limit)
+            self._sizes[lease] = size
+
+    def release(self, lease: str) -> None:
+        self._sizes.pop(lease, None)
+        asyncio.ensure_future(self._notify())
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def empty(self, timeout: float) -> None:
+        """Wait until everything is acknowledged, or for `timeout` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout), self._changed:
+                await self._changed.wait_for(lambda: not self._sizes)
 
 
 def _load_tokenizer(config: RunConfig) -> Any:

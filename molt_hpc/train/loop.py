@@ -32,7 +32,7 @@ from molt_hpc.weights.publish import make_sender
 
 log = logging.getLogger(__name__)
 
-END, BATCH, WAIT = 0, 1, 2
+END, BATCH, WAIT, PUBLISH = 0, 1, 2, 3
 
 
 class Loop:
