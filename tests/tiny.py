@@ -47,7 +47,8 @@ def make_tiny(kind: str, out: str | Path, seed: int = 0, hidden: int = 64, layer
     common = dict(vocab_size=vocab, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
                   intermediate_size=2 * hidden, max_position_embeddings=4096, tie_word_embeddings=tied, initializer_range=0.08,
                   eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
-    experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
+    experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True, decoder_sparse_step=1,
+                   mlp_only_layers=[])
     if kind not in KINDS:
         raise ValueError(f"tiny model: expected one of {KINDS}, got {kind!r}")
     config = AutoConfig.for_model(kind, **common, **(experts if kind == "qwen3_moe" else {}))

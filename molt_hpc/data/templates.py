@@ -35,7 +35,8 @@ def check_messages(value: Any) -> list[dict[str, Any]]:
     return value
 
 
-def render_with_mask(tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> tuple[np.ndarray, np.ndarray]:
+def render_with_mask(tokenizer: Any, messages: list[dict[str, Any]],
+                     tools: list[dict[str, Any]] | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Token ids int32 [T] of the conversation and a bool mask [T] of the tokens that belong to assistant replies.
 
     Raises ValueError if the template cannot render the messages or treats a reply in a way that hides where it is.
@@ -45,7 +46,7 @@ def render_with_mask(tokenizer: Any, messages: list[dict[str, Any]], tools: list
     spans = [_reply_span(tokenizer, messages, tools, text, index)
              for index, message in enumerate(messages) if message["role"] == "assistant"]
     ids, mask, at = [], [], 0
-    special = set(tokenizer.all_special_ids)
+    special = {*tokenizer.all_special_ids, *(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)}
     for start, end in spans:
         ids += (pending := _tokenise(tokenizer, text[at:start]))
         mask += [False] * len(pending)
@@ -63,7 +64,8 @@ def _render(tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str
     return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)
 
 
-def _reply_span(tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, text: str, index: int) -> tuple[int, int]:
+def _reply_span(tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, text: str,
+                index: int) -> tuple[int, int]:
     """Characters [start, end) of reply `index` in the rendered text, without its end-of-turn token."""
     first, second = (_render(tokenizer, [*messages[:index], {"role": "assistant", "content": probe}, *messages[index + 1:]], tools)
                      for probe in PROBES)

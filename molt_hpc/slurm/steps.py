@@ -99,6 +99,17 @@ class Handle:
         return lines[-1] if lines else ""
 
 
+    def slurm_reason(self) -> str:
+        """Why Slurm ended this step, in its words (`node failure`, `time limit`); empty if it did not say."""
+        if self._launcher_log is None:
+            return ""
+        text = self._launcher_log.read_text(errors="replace")
+        text += "".join(task.log.read_text(errors="replace")[-4096:] for task in self.tasks if task.log.exists())
+        node = re.search(r"Node failure on (\S+)", text)
+        reason = re.search(r"CANCELLED AT \S+ DUE TO ([A-Z ]+)", text)
+        return f"node failure on {node[1]}" if node else reason[1].strip().lower() if reason else ""
+
+
 class Launcher(Protocol):
     def start(self, step: Step, argv: list[str], env: dict[str, str], logs: Path) -> Handle:
         """Start `argv` once on each node of the step; the tasks' output goes to files in `logs`."""

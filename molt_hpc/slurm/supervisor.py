@@ -34,6 +34,8 @@ ENDPOINT_TIMEOUT = 120.0
 """Seconds for the broker to listen: a cold file system may need a minute for its imports."""
 WAIT_REPORT = 30.0
 """Seconds between two lines about the same wait."""
+SLURM_REASON_WAIT = 1.0
+"""Seconds after Slurm's SIGTERM in which its reason may still appear in a step's log."""
 TAKE_DOWN = 2 * GUARD_GRACE + KILL_PATIENCE + 2
 """Seconds that the guards may need to take a role down."""
 STOP_SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "SIGINT", signal.SIGHUP: "SIGHUP",
@@ -91,8 +93,13 @@ class Supervisor:
         self.asked = self.asked or number
 
     def _check_asked(self) -> None:
-        if self.asked is not None:
-            raise Failure(f"stopped by {STOP_SIGNALS[self.asked]}")
+        if self.asked is None:
+            return
+        deadline, reason = time.monotonic() + SLURM_REASON_WAIT, ""
+        while self.asked == signal.SIGTERM and self.topology.launcher == "srun" and time.monotonic() < deadline:
+            reason = max((handle.slurm_reason() for handle in self.roles), key=len, default="")  # the longest one names the node
+            time.sleep(LOOK)
+        raise Failure(f"stopped by {STOP_SIGNALS[self.asked]}" + (f": {reason}" if reason else ""))
 
     # starting ------------------------------------------------------------------------------
 

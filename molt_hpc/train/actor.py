@@ -18,7 +18,7 @@ from safetensors.numpy import save as save_arrays
 from molt_hpc.config import RunConfig
 from molt_hpc.data.shards import Batch
 from molt_hpc.train import advantage
-from molt_hpc.train.collectives import broadcast_bytes, reduce_packed
+from molt_hpc.train.collectives import broadcast_bytes, reduce_packed, share
 from molt_hpc.train.gather import FullWeights
 from molt_hpc.train.loss import LossSettings, policy_loss
 from molt_hpc.train.metrics import batch_metrics, token_metrics
@@ -61,7 +61,7 @@ class Actor:
 
         Runs train.max_epochs passes of one optimizer step for each train.batch_size groups. Raises
         TrainingError on all ranks if a loss or gradient is not finite (that optimizer step is not
-        made), ValueError if the bytes are not a shard.
+        made), ValueError on all ranks if the bytes are not a shard or cannot be planned.
         """
         batch = Batch.from_bytes(broadcast_bytes(raw, self.device))
         plan, advantages = self._share_plan(batch)
@@ -88,15 +88,15 @@ class Actor:
 
     def _share_plan(self, batch: Batch) -> tuple[Plan, np.ndarray]:
         """Plan and advantages (float64 [R]) as rank 0 made them."""
-        raw = None
-        if dist.get_rank() == 0:
+        def make() -> bytes:
             values = advantage.compute(self.config.algo.advantage.estimator, batch.rollout_reward, batch.rollout_group,
                                        self.config.reward.clip_range)
             actions = np.add.reduceat(batch.action_mask.astype(np.int64), batch.segment_offsets[:-1])
             plan = plan_batch(batch.rollout_group[batch.segment_rollout], batch.segment_lengths.tolist(), actions.tolist(),
                               self.model.data_size, self.config.train.max_tokens_per_gpu, self.config.train.batch_size)
-            raw = save_arrays({"advantages": values, **plan.to_arrays()})
-        arrays = load_arrays(broadcast_bytes(raw, self.device))
+            return save_arrays({"advantages": values, **plan.to_arrays()})
+
+        arrays = load_arrays(share(make, self.device))
         return Plan.from_arrays(self.model.data_size, arrays), arrays["advantages"]
 
     def _micro_batches(self, batch: Batch, step: StepPlan, advantages: np.ndarray) -> list[MicroBatch]:
@@ -116,7 +116,8 @@ class Actor:
         for number, micro in enumerate(self._micro_batches(batch, step, advantages)):
             current, entropy = self.model.score(micro.packed)
             base = old[number] if old else current.detach()
-            result = policy_loss(self.config.actor.loss_mode, current, base, micro.rollout, micro.advantages, micro.mask, self.loss_settings)
+            result = policy_loss(self.config.actor.loss_mode, current, base, micro.rollout, micro.advantages, micro.mask,
+                                 self.loss_settings)
             loss = result.loss.sum() / step.denominator
             loss.backward()
             total += loss.detach().double()

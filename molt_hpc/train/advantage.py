@@ -6,7 +6,7 @@ the baseline; its value goes to all of its action tokens.
 
 from __future__ import annotations
 
-from typing import Callable
+from collections.abc import Callable
 
 import numpy as np
 

@@ -6,9 +6,13 @@ collectives would pickle.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 import torch.distributed as dist
+
+OK, REFUSED = b"\0", b"\1"
 
 
 def broadcast_bytes(data: bytes | None, device: torch.device, source: int = 0) -> bytes:
@@ -27,6 +31,20 @@ def broadcast_bytes(data: bytes | None, device: torch.device, source: int = 0) -
     return data if mine else buffer.cpu().numpy().tobytes()
 
 
+def share(work: Callable[[], bytes], device: torch.device) -> bytes:
+    """Every rank returns what `work` gives on rank 0; a ValueError there is raised on every rank, so that none waits for the others."""
+    outcome = None
+    if dist.get_rank() == 0:
+        try:
+            outcome = OK + work()
+        except ValueError as error:
+            outcome = REFUSED + str(error).encode()
+    outcome = broadcast_bytes(outcome, device)
+    if outcome[:1] == REFUSED:
+        raise ValueError(outcome[1:].decode())
+    return outcome[1:]
+
+
 def _given(data: bytes | None) -> bytes:
     if data is None:
         raise ValueError("broadcast: the sending rank has no bytes; pass the shard on rank 0")
@@ -43,4 +61,4 @@ def reduce_packed(sums: dict[str, float], maxima: dict[str, float], device: torc
     dist.all_gather_into_tensor(gathered, mine)
     rows = gathered.cpu().numpy().reshape(dist.get_world_size(), -1)
     totals, largest = rows[:, :len(sums)].sum(0), rows[:, len(sums):].max(0) if maxima else np.zeros(0)
-    return dict(zip(sums, totals.tolist())), dict(zip(maxima, largest.tolist()))
+    return dict(zip(sums, totals.tolist(), strict=True)), dict(zip(maxima, largest.tolist(), strict=True))

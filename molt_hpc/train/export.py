@@ -44,7 +44,8 @@ def write_model(model: TrainModel, folder: Path, dtype: torch.dtype | None = Non
     state: dict[str, torch.Tensor] = {}
     for name, tensor in FullWeights(model, dtype):
         if dist.get_rank() == 0:
-            state[name] = tensor.cpu()
+            # experts are slices of one fused tensor, which safetensors would refuse to write in part
+            state[name] = tensor.to("cpu", copy=True)
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         save_torch_state_dict(state, folder, metadata={"format": "pt"})

@@ -8,8 +8,8 @@ after the gather, because a rank's shard may hold only its own experts.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 import torch
 from torch.distributed.tensor import DTensor

@@ -10,11 +10,14 @@ sharding (FSDP, tensor parallel) sees nothing unusual.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Shard
+
+from molt_hpc.train.attention import SegmentLayout, build_layout
 
 CHUNK_ELEMENTS = 1 << 25
 """Logits in one chunk (128 MiB of float32)."""
@@ -35,6 +38,10 @@ class Packed:
     rows: torch.Tensor
     targets: torch.Tensor
     inverse_temperature: torch.Tensor
+
+    @cached_property
+    def layout(self) -> SegmentLayout:
+        return build_layout(self.lengths, self.token_ids.device)
 
     def block_mask(self) -> torch.Tensor:
         """bool [1, 1, T, T]: True where a position may attend to another, causally and within its segment."""

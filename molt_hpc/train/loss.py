@@ -7,8 +7,8 @@ then replaced by 0 there with `where`, because a product with 0 would keep a NaN
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import torch
 

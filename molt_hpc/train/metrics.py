@@ -49,7 +49,8 @@ def batch_metrics(batch: Batch, advantages: np.ndarray, clip_range: tuple[float,
     response = np.bincount(rollout_of_token[sampled], minlength=len(batch.rollout_reward))
     rewards = np.clip(batch.rollout_reward.astype(np.float64), *clip_range)
     flat = [np.ptp(rewards[batch.rollout_group == group]) == 0 for group in np.unique(batch.rollout_group)]
-    found = {"staleness_mean": staleness.mean(), "staleness_max": staleness.max(), "reward_mean": batch.rollout_reward.mean(dtype=np.float64),
+    found = {"staleness_mean": staleness.mean(), "staleness_max": staleness.max(),
+             "reward_mean": batch.rollout_reward.mean(dtype=np.float64),
              "score_mean": batch.rollout_score.mean(dtype=np.float64), "pass_rate": (batch.rollout_score > 0.5).mean(),
              "advantage_std": advantages.std(), "frac_groups_zero_std": np.mean(flat), "response_length_mean": response.mean(),
              "turns_mean": np.mean([r["turns"] for r in batch.rollouts]),

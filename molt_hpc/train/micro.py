@@ -40,7 +40,7 @@ def build_micro_batch(batch: Batch, segments: list[int], advantages: np.ndarray,
                            [float(batch.segment_temperature[s]) for s in segments], device)
 
     def sampled(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate([values[part][mask] for part, mask in zip(parts, masks)])).to(device)
+        return torch.from_numpy(np.concatenate([values[part][mask] for part, mask in zip(parts, masks, strict=True)])).to(device)
 
     per_segment = advantages[batch.segment_rollout[segments]].astype(np.float32)
     tokens = np.repeat(per_segment, [int(mask.sum()) for mask in masks])
@@ -56,7 +56,8 @@ class TokenSums:
         ("tokens", "clipped", "corrected", "ratio", "ratio_squared", "entropy", "gap", "gap_tokens", "gap_all", "gap_all_tokens"), 0.0))
     maxima: dict[str, float] = field(default_factory=lambda: {"ratio": 0.0, "gap": 0.0})
 
-    def add_loss(self, mask: torch.Tensor, clipped: torch.Tensor, corrected: torch.Tensor, ratio: torch.Tensor, entropy: torch.Tensor) -> None:
+    def add_loss(self, mask: torch.Tensor, clipped: torch.Tensor, corrected: torch.Tensor, ratio: torch.Tensor,
+                 entropy: torch.Tensor) -> None:
         if not mask.any():
             return
         ratio = ratio.double()

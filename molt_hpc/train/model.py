@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from molt_hpc.config import FsdpConfig
+from molt_hpc.train.attention import CustomAttention, use_segment_attention
 from molt_hpc.train.logprob import Packed, ScoringHead, pack_segments, read_scores
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class TrainModel:
 
     data_rank of data_size: which share of the segments this rank computes. Ranks of one
     tensor-parallel group have the same one. `custom`: AutoModel's own implementation, which does not
-    notice packed segments by their positions and needs an explicit mask.
+    notice packed segments by their positions. `attentions`: what use_segment_attention returned.
     """
 
     module: nn.Module
@@ -53,14 +54,21 @@ class TrainModel:
     mesh: DeviceMesh | None = None
     custom: bool = False
     compute_dtype: torch.dtype = torch.float32
+    attentions: list[CustomAttention] | None = None
 
     def score(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs (differentiable) and entropies (not) of the packed tokens, float32 [N] each."""
         self.head.ask(packed)
         inputs = {"input_ids": packed.token_ids, "position_ids": packed.position_ids}
         if self.custom:
-            inputs |= {"attention_mask": packed.block_mask(), "padding_mask": torch.zeros_like(packed.token_ids, dtype=torch.bool)}
+            inputs["padding_mask"] = torch.zeros_like(packed.token_ids, dtype=torch.bool)
+            if self.attentions is None:
+                inputs["attention_mask"] = packed.block_mask()
+            for attention in self.attentions or ():
+                attention.layout = packed.layout
         else:
+            if self.attentions is not None:
+                inputs["segment_layout"] = packed.layout
             # With a cache transformers does not recognise packed segments and lets them see each other.
             inputs["use_cache"] = False
         return read_scores(self.module(**inputs).logits, self.tensor_rank)
@@ -137,7 +145,8 @@ def build_model(folder: str | Path, backend: str, fsdp: FsdpConfig, gradient_che
             part.set_gradient_divide_factor(1.0)
     rank, tensor = dist.get_rank(), fsdp.tp_size
     model = TrainModel(module, folder, config, ScoringHead(module.get_output_embeddings()), device, rank // tensor,
-                       dist.get_world_size() // tensor, rank % tensor, mesh, custom, policy.param_dtype)
+                       dist.get_world_size() // tensor, rank % tensor, mesh, custom, policy.param_dtype,
+                       use_segment_attention(module))
     check_packing(model)
     log.info("%s: %.1f M parameters, %s, %d data ranks x %d tensor ranks on %s", folder.name,
              sum(p.numel() for _, p in model.named_parameters()) / 1e6, backend, model.data_size, tensor, device)

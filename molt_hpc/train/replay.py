@@ -112,7 +112,8 @@ def main(argv: list[str]) -> int:
     step = commands.add_parser("step", help="replay up to one step, from the nearest checkpoint before it")
     step.add_argument("run", type=Path)
     step.add_argument("--step", type=int, required=True)
-    step.add_argument("--total-steps", type=int, help="steps of the whole run, for schedules that need them; unset: what metrics.jsonl says, else train.max_steps")
+    step.add_argument("--total-steps", type=int,
+                      help="steps of the whole run, for schedules that need them; unset: what metrics.jsonl says, else train.max_steps")
     step.add_argument("--ranks", type=int, help="training ranks on this machine; unset: as many as the run had")
     args = parser.parse_args(argv)
     try:
@@ -140,7 +141,8 @@ def _rank(run: Path, step: int, total_steps: int) -> int:
     unknown = [c.step for c in found if c.recorded is None]
     different = [c.step for c in found if c.recorded is not None and c.difference() > BOUND]
     if rank == "0":
-        print("equal" if not different and not unknown else f"not equal: steps {different} differ, steps {unknown} have no record", flush=True)
+        verdict = f"not equal: steps {different} differ, steps {unknown} have no record" if different or unknown else "equal"
+        print(verdict, flush=True)
     return int(bool(different or unknown)) if rank == "0" else 0
 
 

@@ -61,7 +61,7 @@ def read_rows(config: SftConfig) -> list[Row]:
             row = _read_row(tokenizer, config, f"{path}:{number}", line)
             rows += [row] if row.mask.any() else []
             cut += not row.mask.any()
-            if len(rows) == config.data.max_samples:
+            if config.data.max_samples and len(rows) == config.data.max_samples:
                 break
     if cut:
         log.warning("%d rows have no reply token within data.max_len %d and are left out", cut, config.data.max_len)
@@ -102,7 +102,8 @@ class SftTrainer:
     def __init__(self, config: SftConfig, rows: list[Row]):
         self.config, self.rows = config, rows
         torch.manual_seed(config.train.seed)
-        self.model: TrainModel = build_model(config.model.model_name_or_path, config.model.backend, config.fsdp, config.model.gradient_checkpoint)
+        chosen = config.model
+        self.model: TrainModel = build_model(chosen.model_name_or_path, chosen.backend, config.fsdp, chosen.gradient_checkpoint)
         self.optimizer = build_optimizer(self.model.named_parameters(), config.optim)
         self.lengths = [len(row.token_ids) for row in rows]
         self.targets = [int(row.mask.sum()) for row in rows]
@@ -171,7 +172,7 @@ def main(argv: list[str]) -> int:
         (output / RESOLVED).write_text(dump(config))
         if config.num_procs == 1:
             return _rank(output / RESOLVED)
-        read_rows(config)
+        read_rows(config)  # an error in the data is better found before the ranks start
     except ValueError as error:
         print(f"sft: {error}", file=sys.stderr)
         return 1
@@ -180,7 +181,8 @@ def main(argv: list[str]) -> int:
 
 def _rank(path: Path) -> int:
     rank = os.environ.get("RANK", "0")
-    logging.basicConfig(level=logging.INFO if rank == "0" else logging.WARNING, format=f"%(asctime)s %(levelname)s rank {rank}: %(message)s")
+    level = logging.INFO if rank == "0" else logging.WARNING
+    logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s rank {rank}: %(message)s")
     try:
         in_process_group(lambda: run_rank(load(SftConfig, path)))
     except (TrainingError, ValueError) as error:

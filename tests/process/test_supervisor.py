@@ -83,7 +83,8 @@ def test_what_a_run_folder_holds(start):
     manifest = json.loads((run.folder / "manifest.json").read_text())
     assert manifest["versions"]["molt_hpc"] and [n["role"] for n in manifest["nodes"]] == ["actor", "rollout"]
     assert (run.folder / "keys.json").stat().st_mode & 0o777 == 0o600
-    assert {p.name for p in (run.folder / "logs" / "latest").iterdir()} == {"supervisor.log", "broker.log", "actor_n0.log", "rollout_n0.log"}
+    logs = {p.name for p in (run.folder / "logs" / "latest").iterdir()}
+    assert logs == {"supervisor.log", "broker.log", "actor_n0.log", "rollout_n0.log"}
     assert 'output_dir = "' in (run.folder / "config.toml").read_text()
 
 

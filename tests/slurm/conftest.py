@@ -95,7 +95,8 @@ def submit(cluster, tmp_path):
         batch = tmp_path / "job.sh"
         batch.write_text(f'#!/bin/bash\nexec {sys.executable} {PROCESS}/scripted_run.py "$@"\n')
         line = ["sbatch", "--parsable", "--no-requeue", "-o", str(tmp_path / "out"), "--open-mode=append", "--signal=B:USR1@60", *options,
-                str(batch), json.dumps(script), str(tmp_path / "config.toml"), f"--output_dir={tmp_path / 'run'}", "--launch.stop_grace=4", *words]
+                str(batch), json.dumps(script), str(tmp_path / "config.toml"), f"--output_dir={tmp_path / 'run'}",
+                "--launch.stop_grace=4", *words]
         done = subprocess.run(line, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         jobs.append(Job(done.stdout.strip().split(";")[0], tmp_path))

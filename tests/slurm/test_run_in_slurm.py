@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 from molt_hpc.slurm.leftovers import find_processes
-from tests.slurm.conftest import ROOT, Job, wait_until
+from tests.slurm.conftest import LOCAL_SLURM, ROOT, Job, wait_until
 
 HET = ["-N2", "--ntasks-per-node=1", "-c4", "--gpus-per-node=2", ":", "-N1", "--ntasks-per-node=1", "-c2"]
 NODES = ["--actor.num_nodes=2", "--actor.num_procs_per_node=1"]
@@ -109,7 +109,8 @@ def test_sbatch_script_hands_every_argument_on_and_python_gets_the_signal(cluste
     python.chmod(0o755)
     words = ["my run.toml", "--train.agent_path", "a b.py", "--x=*", "", "--prompt='quoted \"text\"'", "$HOME"]
     line = ["sbatch", "--parsable", "-o", str(tmp_path / "out"), "-N2", ":", "-N1", str(ROOT / "sbatch/train_rl.sh"), *words]
-    done = subprocess.run(line, cwd=tmp_path, env={**os.environ, "MOLT_HPC_PYTHON": str(python)}, capture_output=True, text=True, timeout=60)
+    env = {**os.environ, "MOLT_HPC_PYTHON": str(python)}
+    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     job = Job(done.stdout.strip(), tmp_path)
     wait_until((tmp_path / "ready").exists, "the job's start", 60, job)
@@ -118,3 +119,18 @@ def test_sbatch_script_hands_every_argument_on_and_python_gets_the_signal(cluste
     subprocess.run(["scancel", "--batch", "--signal=USR1", job.job_id], check=True, timeout=60)
     assert job.wait_end(60) == "FAILED 3:0"
     assert (tmp_path / "signalled").exists()
+
+
+def test_a_dead_node_ends_the_job_and_is_named(submit, cluster):
+    job = submit(["-N1", "-c2", ":", "-N1", "-c2"], {"broker": {"steps": 100000}})
+    job.wait_for_text("the run begins")
+    node = job.placed()["rollout_n0@0"]["host"]
+    subprocess.run([LOCAL_SLURM, "--dir", cluster, "kill-node", node], check=True, timeout=60)
+    try:
+        assert job.wait_end().startswith("NODE_FAIL")
+        wait_until(lambda: "molt_hpc: error:" in job.output, "the supervisor's message", 20, job)
+        assert f"stopped by SIGTERM: node failure on {node}" in job.output
+    finally:
+        subprocess.run([LOCAL_SLURM, "--dir", cluster, "start-node", node], check=True, timeout=60)
+        wait_until(lambda: len(subprocess.run(["sinfo", "-h", "-N", "-t", "idle"], capture_output=True, text=True).stdout.split("\n")) == 5,
+                   "the node's return", 60)

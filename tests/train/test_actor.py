@@ -10,7 +10,7 @@ import pytest
 from tests.train.ranks import run_ranks
 
 
-def test_a_loss_that_is_not_finite_stops_all_ranks_and_changes_nothing(tiny_qwen3, write_config, tmp_path: Path):
+def test_what_one_rank_cannot_train_on_is_an_error_on_all_and_changes_nothing(tiny_qwen3, write_config, tmp_path: Path):
     run_ranks("broken", 2, write_config(tiny_qwen3), tmp_path / "metrics.json")
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["grad_norm"] > 0

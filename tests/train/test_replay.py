@@ -36,7 +36,8 @@ def finished_run(tiny_models, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def replay(run: Path, *arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "tools/replay.py", "step", str(run), *arguments], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    command = [sys.executable, "tools/replay.py", "step", str(run), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
 
 
 def test_a_step_replayed_from_the_nearest_checkpoint_is_equal(finished_run: Path):

@@ -15,15 +15,16 @@ from tests.train.ranks import ROOT
 
 
 def write_rows(path: Path, count: int = 64) -> Path:
-    rows = [{"messages": [{"role": "user", "content": f"What is {i % 9} + 1?"}, {"role": "assistant", "content": f"{i % 9 + 1}"}]} for i in range(count)]
+    rows = [{"messages": [{"role": "user", "content": f"What is {i % 9} + 1?"}, {"role": "assistant", "content": f"{i % 9 + 1}"}]}
+            for i in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def sft(model: Path, rows: Path, out: Path, *options: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "molt_hpc", "sft", "--output_dir", str(out), "--model.model_name_or_path", str(model), "--data.dataset",
-               str(rows), "--train.batch_size", "32", "--train.max_tokens_per_gpu", "256", "--fsdp.param_dtype", "float32",
-               "--optim.adam.lr", "3e-3", *options]
+    command = [sys.executable, "-m", "molt_hpc", "sft", "--output_dir", str(out), "--model.model_name_or_path", str(model),
+               "--data.dataset", str(rows), "--train.batch_size", "32", "--train.max_tokens_per_gpu", "256",
+               "--fsdp.param_dtype", "float32", "--optim.adam.lr", "3e-3", *options]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
 
 
@@ -32,7 +33,8 @@ def losses(out: Path) -> list[float]:
 
 
 def test_the_loss_falls_and_the_folder_answers(tiny_qwen3, tmp_path: Path):
-    done = sft(tiny_qwen3, write_rows(tmp_path / "rows.jsonl"), tmp_path / "out", "--train.max_steps", "40", "--optim.lr_scheduler", "cosine")
+    rows = write_rows(tmp_path / "rows.jsonl")
+    done = sft(tiny_qwen3, rows, tmp_path / "out", "--train.max_steps", "40", "--optim.lr_scheduler", "cosine")
     assert done.returncode == 0, done.stderr
     found = losses(tmp_path / "out")
     assert len(found) == 40 and found[-1] < 0.2 * found[0]

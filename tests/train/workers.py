@@ -74,7 +74,7 @@ def split_spans(batch: Batch) -> Batch:
     """The same sampled tokens in more segments: each span of sampled tokens in a segment of its own, with its context."""
     parts: dict[str, list[np.ndarray]] = {"token_ids": [], "logprobs": [], "action_mask": [], "versions": []}
     lengths, owners, temperatures = [], [], []
-    for s, (start, end) in enumerate(zip(batch.segment_offsets[:-1], batch.segment_offsets[1:])):
+    for s, (start, end) in enumerate(zip(batch.segment_offsets[:-1], batch.segment_offsets[1:], strict=True)):
         mask = batch.action_mask[start:end]
         edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
         for first, last in edges.reshape(-1, 2):
@@ -154,7 +154,7 @@ def export(config_path: str, out: str, dtype: str = "") -> None:
 
 
 def broken(config_path: str, out: str) -> None:
-    """A batch whose engine log-probs are not finite on one rank only must stop all ranks and change nothing."""
+    """A loss that is not finite on one rank only, or a batch that rank 0 refuses, must raise on all ranks and change nothing."""
     actor = Actor(load(RunConfig, config_path, check=False), 10)
     before = all_weights(actor)
     batch = random_batch(1)
@@ -164,9 +164,15 @@ def broken(config_path: str, out: str) -> None:
         actor.train_batch(raw(batch))
     except TrainingError:
         caught = 1
+    refused = random_batch(1)
+    refused.rollout_reward[0] = np.inf
+    try:
+        actor.train_batch(raw(refused))
+    except ValueError as error:
+        caught += "rollouts [0]: the reward is not finite" in str(error)
     votes = torch.tensor([caught])
     dist.all_reduce(votes)
-    assert votes.item() == dist.get_world_size(), f"{votes.item()} ranks raised"
+    assert votes.item() == 2 * dist.get_world_size(), f"{votes.item()} errors were raised"
     after = all_weights(actor)
     assert all(torch.equal(before[name], after[name]) for name in before)
     metrics = actor.train_batch(raw(random_batch(1)))

@@ -32,7 +32,7 @@ def segments() -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 def one_by_one(model, ids, masks) -> tuple[torch.Tensor, torch.Tensor]:
     log_probs, entropies = [], []
-    for tokens, mask, temperature in zip(ids, masks, TEMPERATURES):
+    for tokens, mask, temperature in zip(ids, masks, TEMPERATURES, strict=True):
         scores = torch.log_softmax(model(input_ids=torch.tensor(tokens)[None]).logits[0].float() / temperature, -1)[:-1]
         chosen = torch.tensor(mask[1:])
         log_probs.append(scores.gather(-1, torch.tensor(tokens)[1:, None])[chosen, 0])

@@ -42,7 +42,7 @@ def test_an_infinite_log_prob_on_the_mask_is_not_hidden():
 @given(st.lists(st.tuples(finite, finite, finite, st.floats(-5, 5)), min_size=1, max_size=20), st.sampled_from(["mask", "clip", "trunc"]))
 @settings(deadline=None)
 def test_loss_and_gradient_are_finite_for_any_finite_input(rows, mode):
-    current, old, rollout, advantages = zip(*rows)
+    current, old, rollout, advantages = zip(*rows, strict=True)
     result, grad = run(current, old, rollout, advantages, settings=LossSettings(correction_mode=mode))
     assert torch.isfinite(result.loss).all() and torch.isfinite(grad).all()
 

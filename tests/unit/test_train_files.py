@@ -76,7 +76,8 @@ def test_a_run_without_metrics_is_compared_with_nothing(tmp_path: Path):
     assert "not in metrics.jsonl" in Comparison(1, {"loss": 1.0, "grad_norm": 1.0}, None).line()
 
 
-@pytest.mark.parametrize(("recorded", "word"), [({"loss": 1e-9, "grad_norm": 2.00001}, "equal"), ({"loss": 1e-9, "grad_norm": 2.001}, "DIFFERENT")])
+@pytest.mark.parametrize(("recorded", "word"), [
+    ({"loss": 1e-9, "grad_norm": 2.00001}, "equal"), ({"loss": 1e-9, "grad_norm": 2.001}, "DIFFERENT")])
 def test_a_difference_is_judged_by_the_bound(recorded, word):
     assert word in Comparison(7, {"loss": 0.0, "grad_norm": 2.0}, recorded).line()
 
