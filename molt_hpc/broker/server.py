@@ -29,7 +29,7 @@ from molt_hpc.broker.recovery import recover
 from molt_hpc.broker.store import Store
 from molt_hpc.config import RunConfig
 from molt_hpc.data.prompts import PromptOrder
-from molt_hpc.data.references import remove_reference
+from molt_hpc.data.references import leftover_references, remove_reference
 from molt_hpc.records import Lease
 
 log = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ class Broker:
         self.ledger, places, segment = recover(run / "journal", ledger_config(config, self.prompts.total), time.time())
         self.store = Store(run / "journal", self.ledger, places, segment, config.broker.memory_bytes)
         self.fleet = Fleet(config.broker.max_worker_faults)
+        self.references: dict[int, list[dict[str, Any]]] = leftover_references(run, set(self.ledger.groups))
         self.phase, self.reason = "roll_call", ""
         self.expected = ["actor", *(f"rollout_n{i}" for i in range(config.rollout.num_nodes))]
         self.board: dict[str, Any] = {}
@@ -316,6 +317,8 @@ class Broker:
         fields = message.fields
         key = (fields["group_id"], fields["sample"])
         if self.ledger.finish(*key, fields["attempt"], float(fields.get("seconds", 0.0)), float(fields.get("score", 0.0))):
+            if "reference" in fields:
+                self.references.setdefault(key[0], []).append(fields["reference"])
             self.store.commit(wire.relay_frames(message))
             self._forget_if_ended(key[0])
             self.fleet.rollout_finished(peer)
@@ -327,6 +330,8 @@ class Broker:
     def _forget_if_ended(self, group: int) -> None:
         if group not in self.ledger.groups:
             self.store.forget(group)
+            for reference in self.references.pop(group, ()):
+                remove_reference(self.run, reference)
 
     def on_fault(self, peer: Peer, message: wire.Message, request: int) -> None:
         fields = message.fields
@@ -415,7 +420,7 @@ class Broker:
         self.ledger.trained(step)
         self.store.commit()
         for group in groups:
-            self.store.forget(group)
+            self._forget_if_ended(group)
         self.store.step_done()
         self._reply(peer.identity, request, "ok", {})
 
@@ -455,7 +460,7 @@ class Broker:
 
     def on_step_done(self, peer: Peer, message: wire.Message, request: int) -> None:
         counts = self._counts()
-        record = dict(message.fields["metrics"]) | {"attempt": self.attempt, "version": message.fields["metrics"].get("version", self.ledger.current_version)}
+        record = dict(message.fields["metrics"]) | {"attempt": self.attempt}
         record |= {name: counts[name] - self.last_counts[name] for name in counts}
         record |= {"groups_in_flight": len(self.ledger.groups), "ledger_balance": self.ledger.balance()}
         self.last_counts = counts
@@ -464,5 +469,7 @@ class Broker:
 
     def on_finished(self, peer: Peer, message: wire.Message, request: int) -> None:
         self._reply(peer.identity, request, "ok", {})
-        if self.phase == "running":
+        if self.ledger.done():
             self.phase = "done"
+        else:
+            self.fail(f"the actor finished after step {self.ledger.trained_steps} of {self.ledger.total_steps}")

@@ -64,10 +64,16 @@ def remove_reference(run: Path, reference: dict[str, Any]) -> None:
     _path(run, reference).unlink(missing_ok=True)
 
 
-def remove_group(run: Path, group: int) -> None:
-    """Delete the files of a group that has ended."""
-    for path in (run / FOLDER).glob(f"{group}.*.bin"):
-        path.unlink(missing_ok=True)
+def leftover_references(run: Path, groups: set[int]) -> dict[int, list[dict[str, Any]]]:
+    """What an earlier attempt left: references of groups that are under way by group; files of others are deleted."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for path in (run / FOLDER).glob("*"):
+        group = int(path.name.split(".")[0])
+        if path.suffix == ".bin" and group in groups:
+            found.setdefault(group, []).append({"file": path.name})
+        else:
+            path.unlink(missing_ok=True)
+    return found
 
 
 def _path(run: Path, reference: dict[str, Any]) -> Path:

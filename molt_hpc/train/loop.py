@@ -22,10 +22,11 @@ import torch.distributed as dist
 
 from molt_hpc.broker.client import BrokerClient, Refused, RunStopped
 from molt_hpc.config import RunConfig, load
-from molt_hpc.data.shards import build_batch, write_shard
+from molt_hpc.data.references import resolve
+from molt_hpc.data.shards import build_batch, shard_path, write_shard
 from molt_hpc.records import Rollout
 from molt_hpc.train.actor import Actor, TrainingError
-from molt_hpc.train.checkpoint import checkpoint_folder, prune, save_checkpoint
+from molt_hpc.train.checkpoint import checkpoint_folder, load_checkpoint, nearest, prune, save_checkpoint
 from molt_hpc.train.export import export_hf
 from molt_hpc.train.publish import Publisher
 from molt_hpc.weights.publish import make_sender
@@ -36,25 +37,49 @@ END, BATCH, WAIT, PUBLISH = 0, 1, 2, 3
 
 
 class Loop:
-    """Trains batch after batch; `client` is None on ranks other than 0."""
+    """Trains batch after batch; `client` is None on ranks other than 0.
 
-    def __init__(self, run: Path, config: RunConfig, actor: Actor, client: BrokerClient | None, publisher: Publisher, total_steps: int):
+    trained_steps: batches that were trained on in earlier attempts of this run, as the broker's journal has it.
+    """
+
+    def __init__(self, run: Path, config: RunConfig, actor: Actor, client: BrokerClient | None, publisher: Publisher, total_steps: int,
+                 trained_steps: int):
         self.run, self.config, self.actor, self.client, self.publisher = run, config, actor, client, publisher
-        self.total_steps = total_steps
+        self.total_steps, self.trained_steps = total_steps, trained_steps
         self.version = self.saved_step = 0
 
     def main(self) -> None:
-        """Train until the broker has no batch left; then save and export."""
-        self.publisher.publish(0)
-        while self._step():
-            if self.config.ckpt.save_steps and self.version % self.config.ckpt.save_steps == 0:
-                self._save()
+        """Catch up with earlier attempts, train until the broker has no batch left, then save and export."""
+        self._catch_up()
+        if self.version < self.total_steps:
+            self.publisher.publish(self.version)
+            while self._step():
+                if self.config.ckpt.save_steps and self.version % self.config.ckpt.save_steps == 0:
+                    self._save()
         self._save()
         folder = checkpoint_folder(self.run, self.version) / "hf"
-        export_hf(self.actor, folder)
+        if not folder.exists():
+            export_hf(self.actor, folder)
         if self.client:
             log.info("the trained model is in %s", folder)
             self.client.request("finished")
+
+    def _catch_up(self) -> None:
+        """After a restart: load the newest checkpoint and train the saved batches behind it once more.
+
+        The batches are read from their shards, so every prompt stays trained exactly once in the weights that come out.
+        """
+        folder = nearest(self.run, self.trained_steps)
+        if folder is not None:
+            self.version = self.saved_step = load_checkpoint(self.actor, folder)["version"]
+            log.info("resumed from %s", folder)
+        while self.version < self.trained_steps:
+            started = time.monotonic()
+            metrics = self.actor.train_batch(shard_path(self.run, self.version + 1).read_bytes() if self.client else None)
+            self.version += 1
+            if self.client:
+                log.info("step %d was trained again from its shard", self.version)
+                self._report(metrics | {"replayed": 1}, {}, {"wait": 0.0, "train": time.monotonic() - started, "sync": 0.0})
 
     def _save(self) -> None:
         if self.version > self.saved_step:
@@ -68,12 +93,21 @@ class Loop:
         dist.broadcast(value, 0)
         return int(value.item())
 
-    def _step(self) -> bool:
-        started = time.monotonic()
-        raw = self._next_batch() if self.client else None
-        code = self._announce(BATCH if raw else END)
+    def _next(self) -> tuple[int, bytes | None]:
+        """What comes next on all ranks: BATCH with its bytes on rank 0, PUBLISH, or END."""
+        code, raw = self._ask() if self.client else (END, None)
+        code = self._announce(code)
         while code == WAIT:
             code = self._announce(END)
+        return code, raw
+
+    def _step(self) -> bool:
+        """Train one batch and publish; False at the end of the run."""
+        started = time.monotonic()
+        code, raw = self._next()
+        while code == PUBLISH:  # engines have joined that serve nothing yet
+            self.publisher.publish(self.version)
+            code, raw = self._next()
         if code == END:
             return False
         waited = time.monotonic()
@@ -87,25 +121,26 @@ class Loop:
             self._report(metrics, update, {"wait": waited - started, "train": trained - waited, "sync": time.monotonic() - trained})
         return True
 
-    def _next_batch(self) -> bytes | None:
-        """Rank 0: wait for the next batch and write its shard; None at the end of the run."""
+    def _ask(self) -> tuple[int, bytes | None]:
+        """Rank 0: wait for the next batch and write its shard before it is trained on."""
         broker = self.config.broker
-        message = self.client.call("next_batch", timeout=broker.lease_timeout * broker.max_attempts + 600, waiting=lambda: self._announce(WAIT))
-        if message.kind == "end":
-            return None
+        limit = self.config.agent.timeout * broker.max_attempts + broker.lease_timeout + 600
+        message = self.client.call("next_batch", timeout=limit, waiting=lambda: self._announce(WAIT))
+        if message.kind != "batch":
+            return {"end": END, "republish": PUBLISH}[message.kind], None
         rollouts = []
         for _ in range(message.fields["rollouts"]):
-            part = self.client.receive("rollout", timeout=60)
+            part = resolve(self.run, self.client.receive("rollout", timeout=60))
             rollouts.append(Rollout.from_wire(part.fields, part.arrays()))
         batch = build_batch(message.fields["step"], self.version, rollouts)
         assert batch.step == self.version + 1, f"batch {batch.step} came after version {self.version}"
         raw = batch.to_bytes()
         write_shard(self.run, batch.step, raw)
-        return raw
+        return BATCH, raw
 
     def _report(self, metrics: dict[str, Any], update: dict[str, float], seconds: dict[str, float]) -> None:
         total = sum(seconds.values())
-        record = {"step": self.version, "time": time.time(), **metrics, **{f"seconds_{k}": v for k, v in seconds.items()},
+        record = {"step": self.version, "version": self.version, "time": time.time(), **metrics, **{f"seconds_{k}": v for k, v in seconds.items()},
                   "seconds_step": total, "tokens_per_second": metrics["tokens"] / total,
                   "sampled_tokens_per_second": metrics["sampled_tokens"] / total, **update}
         self.client.request("step_done", {"metrics": record}, timeout=60)
@@ -124,15 +159,17 @@ def run_rank(run: Path, config: RunConfig, broker: str, attempt: int) -> None:
     """Everything of one rank, in an initialised process group."""
     rank = dist.get_rank()
     client = BrokerClient(run, broker, "actor", "actor", attempt) if rank == 0 else None
-    steps = torch.tensor([client.welcome["total_steps"] if client else 0], device="cuda" if torch.cuda.is_available() else "cpu")
+    steps = torch.tensor([client.welcome["total_steps"], client.welcome["trained_steps"]] if client else [0, 0],
+                         device="cuda" if torch.cuda.is_available() else "cpu")
     dist.broadcast(steps, 0)
-    actor = Actor(config, int(steps.item()))
+    total, trained = steps.tolist()
+    actor = Actor(config, total)
     dtype = None if config.vllm.dtype == "auto" else getattr(torch, config.vllm.dtype)
     sender = make_sender(config.weights.backend, actor.weights(dtype), rank, local_address(broker), config.weights.bucket_bytes, config.weights.timeout)
     publisher = Publisher(client, sender, config.weights.timeout, config.launch.roll_call_timeout)
     if client:
         client.request("ready")
-    Loop(run, config, actor, client, publisher, int(steps.item())).main()
+    Loop(run, config, actor, client, publisher, total, trained).main()
     dist.barrier()
     sender.close()
     if client:

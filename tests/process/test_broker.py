@@ -93,7 +93,7 @@ def test_a_run_trains_every_prompt_once_and_ends_by_itself(broker):
         version = reply.fields["step"]
         client.request("trained", {"step": version})
         publish(client, version)
-        client.request("step_done", {"metrics": {"step": version}})
+        client.request("step_done", {"metrics": {"step": version, "version": version}})
     client.request("finished")
     assert sorted(seen) == [(o, s) for o in range(6) for s in range(2)]
     assert broker.join() == 0 and worker.join(5) is None and worker.reason == "the run is done"
