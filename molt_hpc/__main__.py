@@ -35,16 +35,16 @@ exit codes of run: 0 done, 1 failed or stopped. `run --help` lists all options.
 def cmd_run(words: list[str]) -> int:
     """Check everything, make the run folder, supervise the run to its end."""
     from molt_hpc.slurm.preflight import check_run_folder, preflight
-    from molt_hpc.slurm.run_folder import create_log_folder, create_run_folder
+    from molt_hpc.slurm.run_folder import create_log_folder, open_run_folder
     config = _load_run_config("run", words)
     if config is None:
         return 0
-    check_run_folder(Path(config.output_dir))
+    check_run_folder(Path(config.output_dir), config.ckpt.resume)
     topology = preflight(config, os.environ)
-    run_id = create_run_folder(config, topology, [sys.executable, "-m", "molt_hpc", "run", *words], os.environ)
-    logs = create_log_folder(Path(config.output_dir), attempt=1)
+    run_id, attempt = open_run_folder(config, topology, [sys.executable, "-m", "molt_hpc", "run", *words], os.environ)
+    logs = create_log_folder(Path(config.output_dir), attempt)
     from molt_hpc.slurm.supervisor import Supervisor
-    return Supervisor(config, topology, run_id, 1, logs, os.environ).run()
+    return Supervisor(config, topology, run_id, attempt, logs, os.environ).run()
 
 
 def cmd_check(words: list[str]) -> int:

@@ -13,7 +13,7 @@ import difflib
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 
@@ -29,6 +29,17 @@ def opt(default: Any, help: str) -> Any:
 
 def section(cls: type) -> Any:
     return field(default_factory=cls)
+
+
+def comma_list(value: Any) -> Any:
+    """Text with commas as a list; a list with such text flattened; anything else as it is."""
+    if isinstance(value, (list, tuple)):
+        return [part for item in value for part in (comma_list(item) if isinstance(item, str) else [item])]
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+CommaTexts = Annotated[list[str], pydantic.BeforeValidator(comma_list)]
+CommaNumbers = Annotated[list[float], pydantic.BeforeValidator(comma_list)]
 
 
 @dataclass
@@ -70,12 +81,18 @@ class FsdpConfig:
 
 @dataclass
 class DataConfig:
-    prompt_dataset: str = opt("", "JSONL file of prompts")
+    prompt_dataset: CommaTexts = opt([], "JSONL files of prompts: one, or several with spaces or commas between them")
+    prompt_probs: CommaNumbers = opt([], "one weight a file, by which the files' rows are interleaved; empty: all rows are one pool")
     input_key: str = opt("prompt", "column with the prompt: text or a list of messages")
     label_key: str = opt("label", "column handed to the agent as label")
     apply_chat_template: bool = opt(True, "render messages (and plain text as one user message) with the model's template")
     max_len: int = opt(2048, "prompt and response together, in tokens; also vLLM's max_model_len")
     shuffle: bool = opt(True, "new order every epoch, a function of train.seed")
+    difficulty_sampling: bool = opt(False, "from the second epoch on, leave out a part of the prompts that are too easy or too hard")
+    easy_threshold: float = opt(1.0, "a prompt is easy if the last pass rate of its group was at least this")
+    hard_threshold: float = opt(0.0, "a prompt is hard if the last pass rate of its group was at most this")
+    easy_fraction: float = opt(0.2, "share of the easy prompts that an epoch keeps")
+    hard_fraction: float = opt(0.5, "share of the hard prompts that an epoch keeps")
 
 
 @dataclass
@@ -168,6 +185,7 @@ class BrokerConfig:
 class CkptConfig:
     save_steps: int = opt(0, "checkpoint every so many steps; 0: only at the end")
     max_num: int = opt(3, "checkpoints kept, the newest ones")
+    resume: bool = opt(False, "go on with the run in output_dir; starts anew if the folder is empty")
 
 
 @dataclass
@@ -231,7 +249,7 @@ class RunConfig:
         shards = self.fsdp.tp_size * self.fsdp.ep_size
         _need(world % shards == 0, f"fsdp: tp_size x ep_size = {shards} does not divide the {world} training ranks")
         _need(shards == 1 or self.actor.backend == "automodel", "fsdp.tp_size and fsdp.ep_size need actor.backend automodel")
-        _need(self.data.max_len > 1, f"data.max_len: expected at least 2, got {self.data.max_len}")
+        _check_data(self.data, train.num_episodes)
         _check_schedule(self.actor, "actor.")
 
 
@@ -282,6 +300,25 @@ class SftConfig:
 def _need(condition: Any, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+def _check_data(data: DataConfig, num_episodes: int) -> None:
+    _need(data.max_len > 1, f"data.max_len: expected at least 2, got {data.max_len}")
+    files, weights = comma_list(data.prompt_dataset), comma_list(data.prompt_probs)
+    _need(not weights or len(files) > 1, "data.prompt_probs has no effect with one file in data.prompt_dataset")
+    _need(len(weights) in (0, len(files)), f"data.prompt_probs: expected one weight for each of the {len(files)} files, got {len(weights)}")
+    _need(all(0 < weight < float("inf") for weight in weights), f"data.prompt_probs: expected weights above 0, got {weights}")
+    if not data.difficulty_sampling:
+        for name in ("easy_threshold", "hard_threshold", "easy_fraction", "hard_fraction"):
+            _need(getattr(data, name) == getattr(DataConfig, name), f"data.{name} has no effect without data.difficulty_sampling")
+        return
+    _need(num_episodes > 1, "data.difficulty_sampling has no effect with train.num_episodes 1: the first epoch holds every prompt")
+    _need(data.hard_threshold < data.easy_threshold,
+          f"data.hard_threshold: expected less than data.easy_threshold {data.easy_threshold}, got {data.hard_threshold}")
+    for name in ("easy_fraction", "hard_fraction"):
+        _need(0 <= getattr(data, name) <= 1, f"data.{name}: expected 0..1, got {getattr(data, name)}")
+    _need(data.easy_fraction < 1 or data.hard_fraction < 1,
+          "data.difficulty_sampling has no effect with data.easy_fraction and data.hard_fraction 1")
 
 
 def _check_schedule(optim: OptimConfig, prefix: str) -> None:

@@ -42,12 +42,29 @@ class Fleet:
     def __init__(self, max_faults: int):
         self._max_faults = max_faults
         self.peers: dict[bytes, Peer] = {}
+        self._asking: dict[bytes, Peer] = {}
 
     def add(self, peer: Peer) -> None:
         self.peers[peer.identity] = peer
 
     def remove(self, peer: Peer) -> None:
         self.peers.pop(peer.identity, None)
+        self._asking.pop(peer.identity, None)
+
+    def ask(self, peer: Peer, count: int) -> None:
+        """A worker asks for `count` more leases."""
+        peer.credits += count
+        self._asking.setdefault(peer.identity, peer)
+
+    def granted(self, peer: Peer) -> None:
+        """A worker was given one of the leases that it has asked for."""
+        peer.credits -= 1
+        if peer.credits <= 0:
+            self._asking.pop(peer.identity, None)
+
+    def hungry(self, version: int) -> list[Peer]:
+        """The workers that get leases now, whoever has waited longest first; of a large fleet few ask at a time."""
+        return [p for p in self._asking.values() if p.may_lease(version)]
 
     def workers(self) -> list[Peer]:
         return [p for p in self.peers.values() if p.role == "rollout"]

@@ -87,7 +87,11 @@ class Grant:
 
 @dataclass
 class LedgerConfig:
-    """Sizes and bounds; times in seconds. `group_timeout` 0 is no deadline, `filter_range` None is no filter."""
+    """Sizes and bounds; times in seconds. `group_timeout` 0 is no deadline, `filter_range` None is no filter.
+
+    `epoch_rows` 0: all of `total_prompts` are known from the start. Otherwise they are an upper bound: epochs after the first
+    choose from so many rows when they begin (`begin_epoch`), and what they leave out shrinks the total.
+    """
 
     batch_size: int
     n_samples: int
@@ -99,6 +103,7 @@ class LedgerConfig:
     max_steps: int = 0
     group_timeout: float = 0.0
     filter_range: tuple[float, float] | None = None
+    epoch_rows: int = 0
 
 
 @dataclass
@@ -120,6 +125,11 @@ class Ledger:
     reasons: Counter[str] = field(default_factory=Counter)
     complete: list[int] = field(default_factory=list)
     filtered_in_a_row: int = 0
+    epochs: list[bytes] = field(default_factory=list)
+    rates: bytes = b""
+    recorded: list[list[Any]] = field(default_factory=list)
+    skipped_rows: int = 0
+    _not_yet: bool = False  # no batch could be shipped, and no group has ended or closed since
     _waiting: deque[tuple[int, int]] = field(default_factory=deque)
     _deadlines: list[tuple[float, int, int, int]] = field(default_factory=list)
     _log: list[dict[str, Any]] = field(default_factory=list)
@@ -141,7 +151,8 @@ class Ledger:
             self._grant(group, arguments["sample"], arguments["worker"], arguments["now"])
         else:
             {"version": self.version, "close_admission": self.close_admission, "finish": self.finish, "fault": self.fault,
-             "close_group": self.close_group, "ship": self.ship, "trained": self.trained, "recover": self.recover}[kind](**arguments)
+             "close_group": self.close_group, "ship": self.ship, "trained": self.trained, "recover": self.recover,
+             "begin_epoch": self.begin_epoch}[kind](**arguments)
         self._log.clear()
 
     def _record(self, kind: str, **arguments: Any) -> None:
@@ -150,13 +161,48 @@ class Ledger:
     # admission -----------------------------------------------------------------------------
 
     @property
+    def total_prompts(self) -> int:
+        """Prompts of the run as far as it is known, at most."""
+        return self.config.total_prompts - self.skipped_rows
+
+    @property
+    def known_prompts(self) -> int:
+        """Ordinals below this one have a prompt."""
+        begun = self.config.epoch_rows * (1 + len(self.epochs))
+        return begun - self.skipped_rows if self.config.epoch_rows else self.config.total_prompts
+
+    @property
     def total_steps(self) -> int:
         """Steps that the run takes at most."""
-        by_prompts = -(-self.config.total_prompts // self.config.batch_size)
+        return self._steps(self.total_prompts)
+
+    @property
+    def planned_steps(self) -> int:
+        """`total_steps` as of the start of the run: the same in every attempt, so schedules go by it."""
+        return self._steps(self.config.total_prompts)
+
+    def _steps(self, prompts: int) -> int:
+        by_prompts = -(-prompts // self.config.batch_size)
         return min(self.config.max_steps, by_prompts) if self.config.max_steps else by_prompts
 
     def prompts_left(self) -> int:
-        return self.config.total_prompts - self.next_ordinal
+        """Prompts that are not admitted yet, at most."""
+        return self.total_prompts - self.next_ordinal
+
+    def epoch_wanted(self) -> bool:
+        """Whether a group could be admitted but for its prompt: the next epoch must be chosen now."""
+        return self.next_ordinal == self.known_prompts < self.total_prompts and self._slot_is_free()
+
+    def begin_epoch(self, rows: bytes, rates: bytes) -> None:
+        """The next epoch holds `rows` (int32 [K]), chosen by pass rates `rates`; both are kept for whoever names the prompts.
+
+        `recorded` starts anew: (ordinal, pass rate) of the groups that close from here on.
+        """
+        assert self.next_ordinal == self.known_prompts < self.total_prompts, f"an epoch begins at prompt {self.next_ordinal} of {self.known_prompts}"
+        self.epochs.append(rows)
+        self.skipped_rows += self.config.epoch_rows - len(rows) // 4
+        self.rates, self.recorded, self._not_yet = rates, [], False
+        self._record("begin_epoch", rows=rows, rates=rates)
 
     def version(self, version: int) -> None:
         """The engines now serve `version`: admission opens. After a restart the same version may come again."""
@@ -171,7 +217,10 @@ class Ledger:
         self._record("close_admission")
 
     def _may_admit(self) -> bool:
-        if not self.admission_open or self.prompts_left() <= 0:
+        return self.next_ordinal < self.known_prompts and self._slot_is_free()
+
+    def _slot_is_free(self) -> bool:
+        if not self.admission_open:
             return False
         wanted = (self.total_steps - self.trained_steps) * self.config.batch_size
         return len(self.groups) < min((self.config.max_lag + 1) * self.config.batch_size, wanted)
@@ -193,6 +242,10 @@ class Ledger:
             self._admit()
             found = self._next_waiting()
         return self._grant(*found, worker, now) if found else None
+
+    def has_work(self) -> bool:
+        """Whether `lease` would give something."""
+        return self._next_waiting() is not None or self._may_admit()
 
     def _next_waiting(self) -> tuple[Group, int] | None:
         while self._waiting:
@@ -303,7 +356,7 @@ class Ledger:
     def snapshot(self) -> dict[str, Any]:
         """The whole state as msgpack types."""
         plain = ("next_ordinal", "next_group", "current_version", "admission_open", "shipped_steps", "trained_steps", "leases",
-                 "complete", "filtered_in_a_row")
+                 "complete", "filtered_in_a_row", "epochs", "rates", "recorded", "skipped_rows")
         counters = ("ended_groups", "ended_leases", "ended_seconds", "reasons")
         groups = [[g.id, g.ordinal, g.version, str(g.state), g.step, g.deadline, g.unsettled,
                    [[str(s.state), s.attempt, s.faults, s.worker, s.granted, s.deadline, s.seconds, s.score] for s in g.samples]]
@@ -355,8 +408,11 @@ class Ledger:
             self._close(group)
 
     def _close(self, group: Group) -> None:
+        self._not_yet = False
         scores = [group.samples[index].score for index in group.finished()]
         mean = sum(scores) / max(len(scores), 1)
+        if self.config.epoch_rows and scores:
+            self.recorded.append([group.ordinal, sum(score > 0.5 for score in scores) / len(scores)])
         if len(scores) < self.config.min_group_size:
             self._end_group(group, GroupState.DROPPED, f"fewer than {self.config.min_group_size} usable rollouts")
         elif self.config.filter_range and not self.config.filter_range[0] < mean < self.config.filter_range[1]:
@@ -386,8 +442,9 @@ class Ledger:
         Every batch has batch_size groups, those with the earliest last step first; only the last batch of the
         prompts may be shorter. With `step` the caller asks for that batch and it must be complete.
         """
-        batch = self._next_batch()
+        batch = None if self._not_yet else self._next_batch()
         if batch is None:
+            self._not_yet = True
             assert step is None, f"batch {step} is not complete"
             return None
         self.shipped_steps += 1
@@ -402,12 +459,11 @@ class Ledger:
         size, step = self.config.batch_size, self.shipped_steps + 1
         if step > self.total_steps:
             return None
-        ready = sorted((self.groups[g] for g in self.complete), key=lambda g: g.version)
-        if len(ready) < size:
+        if len(self.complete) < size:
             open_groups = any(g.state == GroupState.OPEN for g in self.groups.values())
-            if open_groups or self.prompts_left() > 0 or not ready:
+            if open_groups or self.prompts_left() > 0 or not self.complete:
                 return None
-        batch = ready[:size]
+        batch = sorted((self.groups[g] for g in self.complete), key=lambda g: g.version)[:size]
         chosen = {g.id for g in batch}
         # how many of the groups that stay behind must be trained by each later batch; a batch holds `size`
         due = Counter(max(self.last_step(g) - step, 0) for g in self.groups.values()
@@ -424,11 +480,13 @@ class Ledger:
         assert step == self.trained_steps + 1 <= self.shipped_steps, f"step {step} after {self.trained_steps}"
         for group in self.batch(step):
             self._end_group(group, GroupState.TRAINED)
-        self.trained_steps = step
+        self.trained_steps, self._not_yet = step, False
         self._record("trained", step=step)
 
     def batch(self, step: int) -> list[Group]:
         """The groups of a batch that was shipped and is not yet trained."""
+        if step > self.shipped_steps:
+            return []
         return [g for g in self.groups.values() if g.state == GroupState.SHIPPED and g.step == step]
 
     def done(self) -> bool:

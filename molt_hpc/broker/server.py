@@ -52,11 +52,11 @@ class AllowedKey:
         return key == self._public
 
 
-def ledger_config(config: RunConfig, total_prompts: int) -> LedgerConfig:
+def ledger_config(config: RunConfig, total_prompts: int, epoch_rows: int = 0) -> LedgerConfig:
     rollout, algo = config.rollout, config.algo
     return LedgerConfig(rollout.batch_size, rollout.n_samples_per_prompt, rollout.min_group_size, config.train.max_lag,
                         config.broker.max_attempts, config.broker.lease_timeout, total_prompts, config.train.max_steps, rollout.group_timeout,
-                        tuple(algo.dynamic_filtering_range) if algo.dynamic_filtering_enable else None)
+                        tuple(algo.dynamic_filtering_range) if algo.dynamic_filtering_enable else None, epoch_rows)
 
 
 class Broker:
@@ -65,7 +65,9 @@ class Broker:
     def __init__(self, run: Path, config: RunConfig, attempt: int, on_step: Callable[[dict[str, Any]], str], host: str = "127.0.0.1"):
         self.run, self.config, self.attempt, self.step_sink = run, config, attempt, on_step
         self.prompts = PromptOrder(config)
-        self.ledger, places, segment = recover(run / "journal", ledger_config(config, self.prompts.total), time.time())
+        self.ledger, places, segment = recover(run / "journal", ledger_config(config, self.prompts.total, self.prompts.epoch_rows), time.time())
+        for rows in self.ledger.epochs:
+            self.prompts.begin_epoch(rows)
         self.store = Store(run / "journal", self.ledger, places, segment, config.broker.memory_bytes)
         self.fleet = Fleet(config.broker.max_worker_faults)
         self.references: dict[int, list[dict[str, Any]]] = leftover_references(run, set(self.ledger.groups))
@@ -76,6 +78,7 @@ class Broker:
         self.bad_frames: Counter[str] = Counter()
         self.outcomes: deque[bool] = deque(maxlen=FAULT_WINDOW)
         self.batch_request: tuple[bytes, int, float] | None = None
+        self.stale = False
         self.next_report = 0.0
         self.last_counts: Counter[str] = self._counts()
         self.started = self.last_usable = time.monotonic()
@@ -139,6 +142,7 @@ class Broker:
             if began >= next_tick:
                 self._tick(time.monotonic())
                 next_tick = time.monotonic() + TICK
+            self._begin_epochs()
             self._give_leases()
             self._ship()
             self.loop_seconds.append(time.monotonic() - began)
@@ -213,6 +217,11 @@ class Broker:
         log.error("%s on %s is gone (%s); %d leases go to others", peer.name, peer.host, reason, len(lost))
         for engine in peer.engines:
             self.conductor.engine_failed(engine, f"{peer.name} is gone ({reason})")
+        self._look_for_stale()
+
+    def _look_for_stale(self) -> None:
+        """Whether a worker's engines need the current weights; after every change, since a turn of the loop must not ask thousands."""
+        self.stale = any(p.ready and p.served != self.ledger.current_version for p in self.fleet.workers())
 
     def _close_late(self, group: int) -> None:
         cut = self.ledger.close_group(group, time.time())
@@ -234,7 +243,7 @@ class Broker:
             if peer.role != "supervisor":
                 self._send(peer.identity, "stop", {"reason": self.reason or "the run is done"})
         # the supervisor asks once a second: let it hear the end before the socket closes
-        deadline = time.monotonic() + 3
+        deadline = time.monotonic() + (3 if any(p.role == "supervisor" for p in self.fleet.peers.values()) else 0)
         while time.monotonic() < deadline:
             if self.socket.poll(200):
                 frames = self.socket.recv_multipart(copy=False)
@@ -257,7 +266,7 @@ class Broker:
         self.fleet.add(Peer(identity, role, name, str(fields.get("host")), time.monotonic()))
         log.info("hello from %s on %s", name, fields.get("host"))
         window = max(self.config.broker.memory_bytes // max(self.config.rollout.num_nodes, len(self.fleet.workers())), 1)
-        self._reply(identity, request, "welcome", {"total_steps": self.ledger.total_steps, "attempt": self.attempt, "window_bytes": window,
+        self._reply(identity, request, "welcome", {"total_steps": self.ledger.planned_steps, "attempt": self.attempt, "window_bytes": window,
                                                    "trained_steps": self.ledger.trained_steps})
 
     def missing(self) -> list[str]:
@@ -266,6 +275,7 @@ class Broker:
 
     def on_ready(self, peer: Peer, message: wire.Message, request: int) -> None:
         peer.ready, peer.engines = True, dict(message.fields.get("engines", {}))
+        self._look_for_stale()
         log.info("%s is ready%s", peer.name, f" with {', '.join(peer.engines)}" if peer.engines else "")
         if self.phase == "roll_call" and not self.missing():
             self.phase = "running"
@@ -299,7 +309,7 @@ class Broker:
     # rollout workers -----------------------------------------------------------------------
 
     def on_credits(self, peer: Peer, message: wire.Message, request: int) -> None:
-        peer.credits += int(message.fields["count"])
+        self.fleet.ask(peer, int(message.fields["count"]))
 
     def on_heartbeat(self, peer: Peer, message: wire.Message, request: int) -> None:
         peer.progress = {k: message.fields.get(k) for k in ("running", "rollouts", "sampled_tokens")}
@@ -356,10 +366,19 @@ class Broker:
     def on_engine_answer(self, peer: Peer, message: wire.Message, request: int) -> None:
         self._settle(self.conductor.engine_answer(message.fields, time.monotonic()))
 
+    def _begin_epochs(self) -> None:
+        """Choose the prompts of the next epoch (data.difficulty_sampling); journalled, so that an attempt after this one has the same."""
+        while self.ledger.epoch_wanted():
+            rows, rates = self.prompts.choose(self.ledger.rates, self.ledger.recorded)
+            self.prompts.begin_epoch(rows)
+            self.ledger.begin_epoch(rows, rates)
+            self.store.commit()
+            log.info("epoch %d has %d of %d prompts", len(self.ledger.epochs) + 1, len(rows) // 4, self.prompts.epoch_rows)
+
     def _give_leases(self) -> None:
-        if self.phase != "running":
+        if self.phase != "running" or not self.ledger.has_work():
             return
-        hungry = [p for p in self.fleet.workers() if p.may_lease(self.ledger.current_version)]
+        hungry = self.fleet.hungry(self.ledger.current_version)
         # one each in turn, so that a small fleet and a large one are filled alike
         while hungry:
             for peer in list(hungry):
@@ -367,7 +386,7 @@ class Broker:
                 self.store.commit()
                 if grant is None:
                     return
-                peer.credits -= 1
+                self.fleet.granted(peer)
                 if not self._send(peer.identity, "lease", self._lease(grant).to_header()):
                     self._lose(peer, "its connection is closed")
                     hungry.remove(peer)
@@ -403,7 +422,7 @@ class Broker:
         elif self.ledger.done():
             self.batch_request = None
             self._reply(identity, request, "end", {"steps": self.ledger.trained_steps})
-        elif any(p.ready and p.served != self.ledger.current_version for p in self.fleet.workers()):
+        elif self.stale:
             self.batch_request = None
             self._reply(identity, request, "republish", {"version": self.ledger.current_version})
 
@@ -447,6 +466,7 @@ class Broker:
             if worker.engines and worker.engines.keys() <= self.conductor.update.receivers:
                 worker.served = value
         self.ledger.version(value)
+        self._look_for_stale()
 
     def _counts(self) -> Counter[str]:
         """Everything that a step's record shows the difference of."""
@@ -464,7 +484,7 @@ class Broker:
         record |= {name: counts[name] - self.last_counts[name] for name in counts}
         record |= {"groups_in_flight": len(self.ledger.groups), "ledger_balance": self.ledger.balance()}
         self.last_counts = counts
-        self.step_lines.append(self.step_sink(record | {"total_steps": self.ledger.total_steps}))
+        self.step_lines.append(self.step_sink(record | {"total_steps": self.ledger.planned_steps}))
         self._reply(peer.identity, request, "ok", {})
 
     def on_finished(self, peer: Peer, message: wire.Message, request: int) -> None:

@@ -55,11 +55,10 @@ class Store:
 
     def forget(self, group: int) -> None:
         """A group has ended: its rollouts are not needed any more."""
-        for key in [k for k in self._cache if k[0] == group]:
-            self.cached_bytes -= sum(self._places[key].lengths)
-            del self._cache[key]
-        for key in [k for k in self._places if k[0] == group]:
-            del self._places[key]
+        for sample in range(self._ledger.config.n_samples):
+            place = self._places.pop((group, sample), None)
+            if self._cache.pop((group, sample), None) is not None:
+                self.cached_bytes -= sum(place.lengths)
 
     def step_done(self) -> None:
         """Make a finished step durable; begin a new segment if this one has grown large."""

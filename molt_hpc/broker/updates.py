@@ -88,7 +88,8 @@ class WeightUpdate:
         return True
 
     def _advance(self, now: float) -> bool:
-        if self.missing():
+        # counted, not listed: thousands of engines answer, each of them thrice
+        if len(self.answered) < len(self.receivers) or (self.phase == Phase.TRANSFERRING and self.sent_checksum is None):
             return False
         if self.phase == Phase.TRANSFERRING:
             wrong = sorted(e for e, c in self.checksums.items() if c != self.sent_checksum)

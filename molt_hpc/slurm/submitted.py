@@ -40,24 +40,23 @@ def read_result(run: Path) -> dict[str, Any]:
 class TrainingJob:
     """A picklable callable. `config_text` is a whole configuration as TOML, `run` the run folder.
 
-    Interrupted (preemption, time limit) it stops the run in order; submitit then requeues it after a
-    preemption, and the requeued job starts again in `<run>_restart1`: a run folder is never used twice.
+    Interrupted (preemption, time limit) it stops the run in order; submitit then requeues it, and the requeued job
+    goes on with the run in the same folder.
     """
 
     config_text: str
     run: str
-    restarts: int = 0
     program: tuple[str, ...] = RUN_PROGRAM
     _child: subprocess.Popen | None = field(default=None, repr=False)
 
     def __call__(self) -> dict[str, Any]:
         """Run to the end and return `read_result`. Raises RuntimeError with the run's own message if it fails."""
         signal.signal(signal.SIGTERM, self._on_cancel)  # submitit would ignore it
-        run = self.run_folder()
+        run = Path(self.run)
         with tempfile.TemporaryDirectory() as folder:
             config, errors = Path(folder) / "config.toml", Path(folder) / "errors"
             config.write_text(self.config_text)
-            argv = guarded([*self.program, str(config), "--output_dir", str(run)], grace=STOP_PATIENCE / 2, owner=os.getpid())
+            argv = guarded([*self.program, str(config), "--output_dir", str(run), "--ckpt.resume"], grace=STOP_PATIENCE / 2, owner=os.getpid())
             with open(errors, "wb") as stream:
                 self._child = subprocess.Popen(argv, stderr=stream)
                 while self._child.poll() is None:
@@ -69,14 +68,11 @@ class TrainingJob:
             raise RuntimeError(f"the run {run} ended with exit code {self._child.returncode}: {reason}")
         return read_result(run)
 
-    def run_folder(self) -> Path:
-        return Path(self.run if self.restarts == 0 else f"{self.run}_restart{self.restarts}")
-
     def checkpoint(self) -> Any:
         """Called by submitit before the job is taken away: stop the run, then name what to run after a requeue."""
         from submitit.helpers import DelayedSubmission
         self._stop(signal.SIGUSR1)
-        return DelayedSubmission(replace(self, restarts=self.restarts + 1, _child=None))
+        return DelayedSubmission(replace(self, _child=None))
 
     def _on_cancel(self, number: int, _frame: object) -> None:
         if self._child is not None:

@@ -17,6 +17,7 @@ Names and meanings (means over sampled tokens unless said otherwise):
     response_length_mean, turns_mean, truncated_fraction   over rollouts; lengths in sampled tokens
     sampled_tokens, tokens             sums over the batch
     info_<name>                        what the agent reported, over the rollouts that did
+    reward_mean/<source>, pass_rate/<source>   over the rollouts of prompts of that source, if the batch has more than one
 """
 
 from __future__ import annotations
@@ -58,4 +59,17 @@ def batch_metrics(batch: Batch, advantages: np.ndarray, clip_range: tuple[float,
              "sampled_tokens": int(sampled.sum()), "tokens": len(batch.token_ids)}
     reported = {name for r in batch.rollouts for name in r["info"]}
     found |= {f"info_{name}": np.mean([r["info"][name] for r in batch.rollouts if name in r["info"]]) for name in sorted(reported)}
+    found |= _source_metrics(batch)
     return {name: value if isinstance(value, int) else float(value) for name, value in found.items()}
+
+
+def _source_metrics(batch: Batch) -> dict[str, float]:
+    """Means by the prompts' sources; empty if there is one source only."""
+    source_of_rollout = np.array([r["prompt"]["source"] for r in batch.rollouts])
+    sources = np.unique(source_of_rollout)
+    found: dict[str, float] = {}
+    for source in sources if len(sources) > 1 else ():
+        own = source_of_rollout == source
+        found[f"reward_mean/{source}"] = batch.rollout_reward[own].mean(dtype=np.float64)
+        found[f"pass_rate/{source}"] = (batch.rollout_score[own] > 0.5).mean()
+    return found

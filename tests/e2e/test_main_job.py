@@ -148,3 +148,40 @@ def test_killing_a_role_ends_the_job_with_its_name_and_leaves_nothing(tmp_path, 
     assert time.monotonic() - killed < 60
     assert {"engine": "rollout"}.get(role, role) in next(line for line in output.splitlines() if "error" in line.lower()), output
     assert processes_of(run) == [] and os.listdir(config.launch.socket_dir) == []
+
+
+def kill_all(process: subprocess.Popen, run: Path) -> None:
+    """Everything of the run at once, the supervisor first."""
+    os.kill(process.pid, signal.SIGKILL)
+    for line in processes_of(run):
+        try:
+            os.kill(int(line.split()[0]), signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def test_a_run_whose_processes_are_all_killed_goes_on_and_trains_every_prompt_once(tmp_path, tiny_qwen3):
+    config = small_config(tmp_path, tiny_qwen3, prompts=22)
+    config.actor.adam.lr, config.ckpt.save_steps, config.train.max_lag = 1e-3, 2, 1
+    process, run = start(config, tmp_path), Path(config.output_dir)
+    deadline = time.monotonic() + 400
+    while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < 3:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.05)
+    kill_all(process, run)
+    process.communicate(timeout=60)
+    before = {r["step"]: r for r in read_metrics(run)}
+    assert len(before) < 6, "the run was over before it was killed"
+    config.ckpt.resume = True
+    again = start(config, tmp_path)
+    output, _ = again.communicate(timeout=500)
+    assert again.returncode == 0, output
+    records = read_metrics(run)
+    assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6] and records[-1]["attempt"] == 2
+    trained = [o for step in range(1, 7) for o in read_shard(run, step).group_ordinal.tolist()]
+    assert sorted(trained) == list(range(22))
+    for record in records:
+        if record.get("replayed") and record["step"] in before:
+            assert record["loss"] == pytest.approx(before[record["step"]]["loss"], rel=1e-5, abs=1e-7)
+            assert record["grad_norm"] == pytest.approx(before[record["step"]]["grad_norm"], rel=1e-5)
+    assert all(r["staleness_max"] <= 1 and r["ledger_balance"] == 0 for r in records)

@@ -11,7 +11,7 @@ from scripted_roles import scripted
 
 from molt_hpc.config import RunConfig, load
 from molt_hpc.slurm.preflight import this_machine
-from molt_hpc.slurm.run_folder import create_log_folder, create_run_folder
+from molt_hpc.slurm.run_folder import create_log_folder, open_run_folder
 from molt_hpc.slurm.supervisor import Supervisor
 from molt_hpc.slurm.topology import plan
 
@@ -19,9 +19,9 @@ from molt_hpc.slurm.topology import plan
 def main(script: dict, path: str, overrides: list[str]) -> int:
     config = load(RunConfig, path, overrides, check=False)
     topology = plan(config, os.environ, this_machine(os.environ))
-    run_id = create_run_folder(config, topology, sys.argv, os.environ)
-    logs = create_log_folder(Path(config.output_dir), 1)
-    return Supervisor(config, topology, run_id, 1, logs, os.environ, scripted(script)).run()
+    run_id, attempt = open_run_folder(config, topology, sys.argv, os.environ)
+    logs = create_log_folder(Path(config.output_dir), attempt)
+    return Supervisor(config, topology, run_id, attempt, logs, os.environ, scripted(script)).run()
 
 
 if __name__ == "__main__":

@@ -75,10 +75,11 @@ def test_waiting_for_a_killed_job_ends_without_sacct(cluster, tmp_path):
     wait_until(lambda: find_processes(run_id(tmp_path / "run")) == [], "the end of all processes")
 
 
-def test_a_preempted_job_starts_again_in_a_new_folder(cluster, tmp_path):
+def test_a_preempted_job_goes_on_in_its_folder(cluster, tmp_path):
     job = start(tmp_path, {"broker": {"steps": 40}})
     wait_lines(tmp_path / "run", "step 1")
     subprocess.run(["scancel", "--batch", "--signal=USR2", job.job_id], check=True, timeout=60)
     result = job.result()
-    assert result == {"reward": 4.0, "steps": 40, "run": str(tmp_path / "run_restart1")}
-    assert "stopped by SIGUSR1" in (tmp_path / "run/logs/latest/supervisor.log").read_text()
+    assert result == {"reward": 4.0, "steps": 40, "run": str(tmp_path / "run")}
+    assert "stopped by SIGUSR1" in (tmp_path / "run/logs/attempt_1/supervisor.log").read_text()
+    assert (tmp_path / "run/logs/latest").resolve().name == "attempt_2"

@@ -1,0 +1,187 @@
+"""Scripted ends of a run around a real broker: its process, a rollout worker and an actor, all on the real wire.
+
+The worker holds its leases for a while and answers them in random order; the actor trains nothing but keeps what it
+got. Both belong to one attempt; a test that kills the broker makes new ones.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from molt_hpc import wire
+from molt_hpc.broker.client import BrokerClient, RunStopped, create_keys, wait_for_endpoint
+from molt_hpc.config import RunConfig, dump
+from molt_hpc.data.references import by_reference, resolve, size_of
+from molt_hpc.guard import guarded
+from molt_hpc.records import Prompt, Rollout, Segment
+
+
+class BrokerProcess:
+    """`python -m molt_hpc broker` on a run folder, which outlives the process; each `start` is a new attempt."""
+
+    def __init__(self, config: RunConfig):
+        self.run, self.attempt, self.process, self.address = Path(config.output_dir), 0, None, ""
+        self.run.mkdir(parents=True)
+        (self.run / "config.toml").write_text(dump(config))
+        create_keys(self.run)
+
+    def start(self) -> BrokerProcess:
+        self.attempt += 1
+        with open(self.run / f"broker_{self.attempt}.log", "ab") as log:
+            words = [sys.executable, "-m", "molt_hpc", "broker", str(self.run), "--attempt", str(self.attempt)]
+            env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": "65536"}
+            self.process = subprocess.Popen(guarded(words, owner=os.getpid()), stdout=log, stderr=log, env=env)
+        self.address = wait_for_endpoint(self.run, self.attempt, 60, lambda: self.process.poll() is None)
+        return self
+
+    def pid(self) -> int:
+        """Of the broker itself: the guard runs it as its child."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(children[0]) if children else self.process.pid
+
+    def rss(self) -> int:
+        """Resident bytes of the broker's process."""
+        return int(Path(f"/proc/{self.pid()}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def kill(self) -> None:
+        """SIGKILL, at whatever it is doing."""
+        os.kill(self.pid(), 9)
+        self.process.wait(20)
+
+    def log(self) -> str:
+        return (self.run / f"broker_{self.attempt}.log").read_text()
+
+    def client(self, role: str = "tool", name: str = "test") -> BrokerClient:
+        return BrokerClient(self.run, self.address, role, name, self.attempt)
+
+    def close(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.kill()
+
+
+def made_rollout(lease: dict, version: int, score: float, tokens: int) -> Rollout:
+    """A rollout of a lease whose content is a function of the lease."""
+    ids = np.random.default_rng([lease["group_id"], lease["sample"], lease["attempt"]]).integers(0, 1000, 3 + tokens).astype(np.int32)
+    logprobs = np.zeros(3 + tokens, np.float32)
+    logprobs[3:] = -1.0
+    segment = Segment(ids, logprobs, np.array([[3, 3 + tokens]], np.int32), np.array([[3, 3 + tokens, version]], np.int32), 1.0)
+    return Rollout(lease["group_id"], lease["sample"], lease["attempt"], Prompt(**lease["prompt"]), [segment], score, score, "terminated",
+                   True, False, 1, 0.1)
+
+
+class ScriptedWorker(threading.Thread):
+    """A rollout node with one engine: answers its leases in random order, as long as the broker's window of bytes has room.
+
+    score(lease) and tokens(lease) say what a rollout holds. `linger` is the chance that a lease waits for another round.
+    """
+
+    def __init__(self, broker: BrokerProcess | object, attempt: int = 1, credits: int = 8, score: Callable[[dict], float] = lambda lease: 1.0,
+                 tokens: Callable[[dict], int] = lambda lease: 4, linger: float = 0.3, inline_bytes: int = 1 << 62, name: str = "rollout_n0"):
+        super().__init__(daemon=True)
+        self.run_folder, self.inline_bytes = broker.run, inline_bytes
+        self.client = BrokerClient(broker.run, broker.address, "rollout", name, attempt)
+        self.credits, self.score, self.tokens, self.linger, self.engine = credits, score, tokens, linger, f"{name}_e0"
+        self.window, self.sizes, self.held, self.sent = self.client.welcome["window_bytes"], {}, [], []
+        self.reason, self.version, self.ended, self.hold = None, -1, threading.Event(), threading.Event()
+        self.start()
+
+    def _send(self, kind: str, fields: dict, arrays: dict | None = None) -> None:
+        self.client._socket.send_multipart(wire.encode(kind, fields, arrays))
+
+    def run(self) -> None:
+        self._send("ready", {"engines": {self.engine: 1}})
+        self._send("credits", {"count": self.credits})
+        while not self.ended.is_set() and self.reason is None:
+            if self.client._socket.poll(2 if self.held else 50):
+                self._receive(wire.decode(self.client._socket.recv_multipart()))
+            elif self.held and not self.hold.is_set():
+                self._answer()
+        self.client.close()
+
+    def _receive(self, message: wire.Message) -> None:
+        fields = message.fields
+        if message.kind == "stop":
+            self.reason = fields["reason"]
+        elif message.kind in ("pause", "transfer", "resume"):
+            self.version = fields["version"]
+            answer = {"pause": "paused", "transfer": "applied", "resume": "resumed"}[message.kind]
+            self._send("engine_answer", {"answer": answer, "engine": self.engine, "version": self.version, "epoch": fields["epoch"], "checksum": "aa"})
+        elif message.kind == "lease":
+            self.held.append(fields)
+        elif message.kind == "accepted":
+            self.sizes.pop(fields["lease"], None)
+
+    def _answer(self) -> None:
+        random.shuffle(self.held)
+        waiting = []
+        for lease in self.held:
+            if random.random() < self.linger or not self._send_rollout(lease):
+                waiting.append(lease)
+        self.held = waiting
+
+    def _send_rollout(self, lease: dict) -> bool:
+        frames = wire.encode("rollout", *made_rollout(lease, self.version, self.score(lease), self.tokens(lease)).to_wire())
+        if self.sizes and sum(self.sizes.values()) + size_of(frames) > self.window:
+            return False
+        if size_of(frames) > self.inline_bytes:
+            frames = by_reference(self.run_folder, lease["id"], frames)
+        self.sizes[lease["id"]] = size_of(frames)
+        self.client._socket.send_multipart(frames)
+        self.sent.append(lease["id"])
+        self._send("credits", {"count": 1})
+        return True
+
+    def stop(self) -> None:
+        """End without a word, as a process that is gone does."""
+        self.ended.set()
+        self.join(10)
+
+
+class ScriptedActor:
+    """The actor's end of one attempt; `batches` (step -> rollouts) outlives it, as the shards do."""
+
+    def __init__(self, broker: BrokerProcess | object, attempt: int = 1, timeout: float = 20.0):
+        self.run, self.timeout = broker.run, timeout
+        self.client = BrokerClient(broker.run, broker.address, "actor", "actor", attempt)
+        self.version = self.client.welcome["trained_steps"]
+        self.client.request("ready")
+
+    def publish(self, version: int) -> None:
+        self.client.request("update_begin", {"version": version}, timeout=self.timeout)
+        self.client.call("update_transfer", {"version": version, "master_address": "x", "master_port": 1, "backend": "gloo"},
+                         {"plan": np.zeros(2, np.uint8)}, timeout=self.timeout)
+        self.client.request("update_sent", {"version": version, "checksum": "aa"}, timeout=self.timeout)
+
+    def next_batch(self) -> tuple[int, list[Rollout]] | None:
+        """(step, rollouts) or None at the end of the run; checks every payload."""
+        message = self.client.call("next_batch", timeout=self.timeout)
+        while message.kind == "republish":
+            self.publish(self.version)
+            message = self.client.call("next_batch", timeout=self.timeout)
+        if message.kind == "end":
+            return None
+        rollouts = []
+        for _ in range(message.fields["rollouts"]):
+            part = resolve(self.run, self.client.receive("rollout", self.timeout))
+            rollouts.append(Rollout.from_wire(part.fields, part.arrays()))
+        return message.fields["step"], rollouts
+
+    def trained(self, step: int) -> None:
+        self.client.request("trained", {"step": step}, timeout=self.timeout)
+        self.version = step
+        self.publish(step)
+        self.client.request("step_done", {"metrics": {"step": step, "version": step}}, timeout=self.timeout)
+
+    def close(self) -> None:
+        self.client.close()
+
+
+__all__ = ["BrokerProcess", "RunStopped", "ScriptedActor", "ScriptedWorker", "made_rollout"]
