@@ -6,11 +6,14 @@ got. Both belong to one attempt; a test that kills the broker makes new ones.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,23 +40,26 @@ class BrokerProcess:
         self.attempt += 1
         with open(self.run / f"broker_{self.attempt}.log", "ab") as log:
             words = [sys.executable, "-m", "molt_hpc", "broker", str(self.run), "--attempt", str(self.attempt)]
-            env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": "65536"}
+            env = os.environ | {"OMP_NUM_THREADS": "1"}
             self.process = subprocess.Popen(guarded(words, owner=os.getpid()), stdout=log, stderr=log, env=env)
         self.address = wait_for_endpoint(self.run, self.attempt, 60, lambda: self.process.poll() is None)
         return self
 
     def pid(self) -> int:
-        """Of the broker itself: the guard runs it as its child."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(children[0]) if children else self.process.pid
+        """Of the broker itself: the guard's two processes run it below them."""
+        pid = self.process.pid
+        while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            pid = int(children[0])
+        return pid
 
     def rss(self) -> int:
         """Resident bytes of the broker's process."""
         return int(Path(f"/proc/{self.pid()}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def kill(self) -> None:
-        """SIGKILL, at whatever it is doing."""
-        os.kill(self.pid(), 9)
+        """SIGKILL, at whatever it is doing; fine if it has ended."""
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            os.kill(self.pid(), signal.SIGKILL)
         self.process.wait(20)
 
     def log(self) -> str:
@@ -145,43 +151,65 @@ class ScriptedWorker(threading.Thread):
         self.join(10)
 
 
-class ScriptedActor:
-    """The actor's end of one attempt; `batches` (step -> rollouts) outlives it, as the shards do."""
+class BrokerGone(Exception):
+    """The test has ended this attempt's broker."""
 
-    def __init__(self, broker: BrokerProcess | object, attempt: int = 1, timeout: float = 20.0):
-        self.run, self.timeout = broker.run, timeout
+
+class ScriptedActor:
+    """The actor's end of one attempt. Set `gone` when the broker is killed: whatever waits then raises BrokerGone."""
+
+    def __init__(self, broker: BrokerProcess | object, attempt: int = 1, timeout: float = 60.0):
+        self.run, self.timeout, self.gone, self._requests = broker.run, timeout, threading.Event(), 0
         self.client = BrokerClient(broker.run, broker.address, "actor", "actor", attempt)
         self.version = self.client.welcome["trained_steps"]
-        self.client.request("ready")
+
+    def _receive(self) -> wire.Message:
+        deadline = time.monotonic() + self.timeout
+        while not self.client._socket.poll(20):
+            if self.gone.is_set():
+                raise BrokerGone
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the broker said nothing for {self.timeout:.0f} s")
+        message = wire.decode(self.client._socket.recv_multipart())
+        if message.kind == "stop":
+            raise RunStopped(message.fields["reason"])
+        return message
+
+    def call(self, kind: str, fields: dict | None = None, arrays: dict | None = None) -> wire.Message:
+        """A request and its reply; AssertionError if it is refused."""
+        self._requests += 1
+        number = 1_000_000 + self._requests
+        self.client._socket.send_multipart(wire.encode(kind, (fields or {}) | {"request": number}, arrays))
+        while (message := self._receive()).fields.get("reply_to") != number:
+            pass
+        assert message.kind != "refused", f"{kind}: {message.fields}"
+        return message
 
     def publish(self, version: int) -> None:
-        self.client.request("update_begin", {"version": version}, timeout=self.timeout)
-        self.client.call("update_transfer", {"version": version, "master_address": "x", "master_port": 1, "backend": "gloo"},
-                         {"plan": np.zeros(2, np.uint8)}, timeout=self.timeout)
-        self.client.request("update_sent", {"version": version, "checksum": "aa"}, timeout=self.timeout)
+        self.call("update_begin", {"version": version})
+        self.call("update_transfer", {"version": version, "master_address": "x", "master_port": 1, "backend": "gloo"},
+                  {"plan": np.zeros(2, np.uint8)})
+        self.call("update_sent", {"version": version, "checksum": "aa"})
+
+    def begin(self) -> None:
+        """Report as ready and send the first weights."""
+        self.call("ready")
+        self.publish(self.version)
 
     def next_batch(self) -> tuple[int, list[Rollout]] | None:
         """(step, rollouts) or None at the end of the run; checks every payload."""
-        message = self.client.call("next_batch", timeout=self.timeout)
-        while message.kind == "republish":
+        while (message := self.call("next_batch")).kind == "republish":
             self.publish(self.version)
-            message = self.client.call("next_batch", timeout=self.timeout)
         if message.kind == "end":
             return None
-        rollouts = []
-        for _ in range(message.fields["rollouts"]):
-            part = resolve(self.run, self.client.receive("rollout", self.timeout))
-            rollouts.append(Rollout.from_wire(part.fields, part.arrays()))
-        return message.fields["step"], rollouts
+        parts = [resolve(self.run, self._receive()) for _ in range(message.fields["rollouts"])]
+        return message.fields["step"], [Rollout.from_wire(part.fields, part.arrays()) for part in parts]
 
     def trained(self, step: int) -> None:
-        self.client.request("trained", {"step": step}, timeout=self.timeout)
+        self.call("trained", {"step": step})
         self.version = step
         self.publish(step)
-        self.client.request("step_done", {"metrics": {"step": step, "version": step}}, timeout=self.timeout)
+        self.call("step_done", {"metrics": {"step": step, "version": step}})
 
     def close(self) -> None:
         self.client.close()
-
-
-__all__ = ["BrokerProcess", "RunStopped", "ScriptedActor", "ScriptedWorker", "made_rollout"]

@@ -98,10 +98,10 @@ class ScriptedWorker:
         self._fill()
 
     def on_pause(self, fields: dict[str, Any]) -> None:
-        now, self.paused = time.monotonic(), True
+        now = time.monotonic()
         for lease in self.running.values():
             lease[1] -= self._log_piece(lease, now)
-        self.generation += 1
+        self.paused, self.generation = True, self.generation + 1
         self._answer("paused", fields)
 
     def on_transfer(self, fields: dict[str, Any]) -> None:
