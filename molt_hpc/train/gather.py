@@ -49,10 +49,14 @@ class FullWeights:
         self._common = max(self._original.values(), key=list(self._original.values()).count, default=torch.float32)
         self._kept: set[str] = set()
         # transformers' conversion is slow to set up: tensors that it leaves as they are do not go through it again
-        self._kept = {name for name, tensor in self._native() if [hf for hf, _ in self._convert(name, _empty(tensor))] == [name]}
+        self._kept = {name for name, tensor in self._native() if self._keeps(name, _empty(tensor))}
 
     def _native(self) -> list[tuple[str, torch.Tensor]]:
         return [*self.model.named_parameters(), *self.model.named_buffers()]
+
+    def _keeps(self, name: str, empty: torch.Tensor) -> bool:
+        converted = self._convert(name, empty)
+        return len(converted) == 1 and converted[0][0] == name and converted[0][1] is empty
 
     def _convert(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """One of the module's tensors as the checkpoint's; works on meta tensors too."""

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# The tests: `bash tests/run.sh` runs everything that this machine can run, `bash tests/run.sh quick` what takes
+# less than three minutes. What is missing is installed first: the virtual environment, and Slurm's packages where
+# this is root on a Debian-like machine; elsewhere the tests that need Slurm say that they are skipped.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bash launchers/setup_venv.sh
+export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+
+if [ "${1:-}" = quick ]; then
+    exec .venv/bin/python -m pytest -m "not slow and not slurm and not engine and not gpu" "${@:2}"
+fi
+if ! command -v slurmctld >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    echo "installing Slurm's packages"
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge iproute2 >/dev/null
+fi
+exec .venv/bin/python -m pytest --durations=15 "$@"
