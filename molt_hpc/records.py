@@ -7,7 +7,7 @@ sampled token. Position t of every per-token array belongs to token t.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ class Prompt:
     source: str = ""
 
     def to_header(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Lease:
     timeout: float
 
     def to_header(self) -> dict[str, Any]:
-        return asdict(self)
+        return vars(self) | {"prompt": self.prompt.to_header()}
 
     @classmethod
     def from_header(cls, header: dict[str, Any]) -> Lease:

@@ -111,7 +111,7 @@ def _header(frame: Any) -> dict[str, Any]:
 
 
 def _spec_ok(spec: Any) -> bool:
-    return (isinstance(spec, dict) and isinstance(spec.get("name"), str) and spec.get("dtype") in DTYPES
+    return (isinstance(spec, dict) and isinstance(spec.get("name"), str) and isinstance(spec.get("dtype"), str) and spec["dtype"] in DTYPES
             and isinstance(spec.get("crc"), int) and isinstance(spec.get("shape"), list)
             and all(isinstance(n, int) and n >= 0 for n in spec["shape"]))
 

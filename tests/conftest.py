@@ -33,3 +33,11 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture(scope="session")
 def tiny_qwen3(tiny_models) -> Path:
     return tiny_models("qwen3")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole folders are slow: they start training ranks, model servers or a Slurm."""
+    for item in items:
+        folder = Path(str(item.fspath)).parent.name
+        if folder in ("train", "e2e", "slurm"):
+            item.add_marker(pytest.mark.slow)

@@ -1,7 +1,8 @@
 """Scripted ends of a run around a real broker: its process, a rollout worker and an actor, all on the real wire.
 
 The worker holds its leases for a while and answers them in random order; the actor trains nothing but keeps what it
-got. Both belong to one attempt; a test that kills the broker makes new ones.
+got. Both belong to one attempt; a test that kills the broker makes new ones. Whatever a BrokerProcess has opened is
+closed with it: a ZeroMQ context that is collected with an open socket never returns.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import zmq
 
 from molt_hpc import wire
-from molt_hpc.broker.client import BrokerClient, RunStopped, create_keys, wait_for_endpoint
+from molt_hpc.broker.client import BrokerClient, RunStopped, create_keys, read_keys, wait_for_endpoint
 from molt_hpc.config import RunConfig, dump
 from molt_hpc.data.references import by_reference, resolve, size_of
 from molt_hpc.guard import guarded
@@ -32,6 +35,7 @@ class BrokerProcess:
 
     def __init__(self, config: RunConfig):
         self.run, self.attempt, self.process, self.address = Path(config.output_dir), 0, None, ""
+        self._ends: list[Any] = []
         self.run.mkdir(parents=True)
         (self.run / "config.toml").write_text(dump(config))
         create_keys(self.run)
@@ -66,11 +70,33 @@ class BrokerProcess:
         return (self.run / f"broker_{self.attempt}.log").read_text()
 
     def client(self, role: str = "tool", name: str = "test") -> BrokerClient:
-        return BrokerClient(self.run, self.address, role, name, self.attempt)
+        return self._opened(BrokerClient(self.run, self.address, role, name, self.attempt))
+
+    def worker(self, **options: Any) -> ScriptedWorker:
+        return self._opened(ScriptedWorker(self, self.attempt, **options))
+
+    def actor(self) -> ScriptedActor:
+        return self._opened(ScriptedActor(self, self.attempt))
+
+    def raw_socket(self, **options: int) -> zmq.Socket:
+        """A DEALER with the run's keys that has not said hello; options are set before it connects."""
+        keys, peer = read_keys(self.run), zmq.Context.instance().socket(zmq.DEALER)
+        peer.curve_serverkey, peer.curve_publickey, peer.curve_secretkey = keys["broker_public"], keys["role_public"], keys["role_secret"]
+        peer.linger = 0
+        for name, value in options.items():
+            setattr(peer, name, value)
+        peer.connect(self.address)
+        return self._opened(peer)
+
+    def _opened(self, end: Any) -> Any:
+        self._ends.append(end)
+        return end
 
     def close(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.kill()
+        for end in self._ends:
+            end.close()
 
 
 def made_rollout(lease: dict, version: int, score: float, tokens: int) -> Rollout:
@@ -89,8 +115,9 @@ class ScriptedWorker(threading.Thread):
     score(lease) and tokens(lease) say what a rollout holds. `linger` is the chance that a lease waits for another round.
     """
 
-    def __init__(self, broker: BrokerProcess | object, attempt: int = 1, credits: int = 8, score: Callable[[dict], float] = lambda lease: 1.0,
-                 tokens: Callable[[dict], int] = lambda lease: 4, linger: float = 0.3, inline_bytes: int = 1 << 62, name: str = "rollout_n0"):
+    def __init__(self, broker: BrokerProcess | object, attempt: int = 1, credits: int = 8,
+                 score: Callable[[dict], float] = lambda lease: 1.0, tokens: Callable[[dict], int] = lambda lease: 4,
+                 linger: float = 0.3, inline_bytes: int = 1 << 62, name: str = "rollout_n0"):
         super().__init__(daemon=True)
         self.run_folder, self.inline_bytes = broker.run, inline_bytes
         self.client = BrokerClient(broker.run, broker.address, "rollout", name, attempt)
@@ -119,7 +146,8 @@ class ScriptedWorker(threading.Thread):
         elif message.kind in ("pause", "transfer", "resume"):
             self.version = fields["version"]
             answer = {"pause": "paused", "transfer": "applied", "resume": "resumed"}[message.kind]
-            self._send("engine_answer", {"answer": answer, "engine": self.engine, "version": self.version, "epoch": fields["epoch"], "checksum": "aa"})
+            own = {"engine": self.engine, "version": self.version, "epoch": fields["epoch"], "checksum": "aa"}
+            self._send("engine_answer", {"answer": answer} | own)
         elif message.kind == "lease":
             self.held.append(fields)
         elif message.kind == "accepted":
@@ -145,7 +173,7 @@ class ScriptedWorker(threading.Thread):
         self._send("credits", {"count": 1})
         return True
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End without a word, as a process that is gone does."""
         self.ended.set()
         self.join(10)
@@ -156,10 +184,14 @@ class BrokerGone(Exception):
 
 
 class ScriptedActor:
-    """The actor's end of one attempt. Set `gone` when the broker is killed: whatever waits then raises BrokerGone."""
+    """The actor's end of one attempt. `heard(n)` is called with its n-th message.
+
+    Set `gone` when the broker is killed: whatever waits then raises BrokerGone.
+    """
 
     def __init__(self, broker: BrokerProcess | object, attempt: int = 1, timeout: float = 60.0):
         self.run, self.timeout, self.gone, self._requests = broker.run, timeout, threading.Event(), 0
+        self.received, self.heard = 0, lambda count: None
         self.client = BrokerClient(broker.run, broker.address, "actor", "actor", attempt)
         self.version = self.client.welcome["trained_steps"]
 
@@ -171,6 +203,8 @@ class ScriptedActor:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the broker said nothing for {self.timeout:.0f} s")
         message = wire.decode(self.client._socket.recv_multipart())
+        self.received += 1
+        self.heard(self.received)
         if message.kind == "stop":
             raise RunStopped(message.fields["reason"])
         return message
@@ -212,4 +246,6 @@ class ScriptedActor:
         self.call("step_done", {"metrics": {"step": step, "version": step}})
 
     def close(self) -> None:
-        self.client.close()
+        """Close the socket; may be called again."""
+        if not self.client._socket.closed:
+            self.client.close()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -13,27 +14,31 @@ CUT = 1e-3
 """Share of the rollouts that are cut, all of them `tail` x the median long."""
 
 
+def opt(default: float, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True)
 class Load:
-    """What is simulated. Seconds are real seconds; bytes are of a rollout of mean length."""
+    """What is simulated; all seconds are real ones."""
 
-    workers: int
-    slots: int
-    prefetch: int
-    steps: int
-    batch_size: int
-    samples: int
-    max_lag: int
-    mean_seconds: float
-    tail: float
-    step_seconds: float
-    update_seconds: float
-    fault_rate: float
-    deaths: int
-    payload_bytes: int
-    heartbeat_seconds: float
-    processes: int
-    seed: int
+    workers: int = opt(64, "rollout workers, each with one engine")
+    slots: int = opt(4, "rollouts that an engine generates at a time")
+    prefetch: int = opt(0, "leases that a worker asks for beyond its slots")
+    steps: int = opt(20, "optimizer steps")
+    batch_size: int = opt(512, "prompt groups of a step")
+    samples: int = opt(8, "rollouts of a group")
+    max_lag: int = opt(2, "batches that may be admitted ahead of the trainer")
+    mean_seconds: float = opt(0.3, "mean seconds of a rollout")
+    tail: float = opt(20.0, "longest rollout over the median; 1 is no spread")
+    step_seconds: float = opt(2.0, "seconds of a training step")
+    update_seconds: float = opt(0.05, "seconds of a weight transfer")
+    fault_rate: float = opt(0.001, "share of the leases that end in an infrastructure fault")
+    deaths: int = opt(0, "workers that lose their connection and start anew")
+    payload_bytes: int = opt(512, "bytes of a rollout of mean length")
+    heartbeat_seconds: float = opt(2.0, "seconds between two heartbeats of a worker")
+    processes: int = opt(2, "processes that the workers live in")
+    seed: int = opt(0, "of everything that is drawn")
 
 
 def lengths(load: Load) -> np.ndarray:

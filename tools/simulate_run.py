@@ -28,6 +28,7 @@ class Trainer:
     def __init__(self, client: BrokerClient, load: Load, kill: Any):
         self.client, self.load, self.kill, self.deaths = client, load, kill, deaths(load)
         self.received: Counter[tuple[int, int]] = Counter()
+        self.died = 0
         self.waits: list[float] = []
         self.trained_at: list[float] = []
         self.closed_at: list[float] = []
@@ -72,6 +73,7 @@ class Trainer:
         # a worker lost within an update fails the run: let them die here, before the next one
         for worker in self.deaths.get(step, ()):
             self.kill(worker)
+            self.died += 1
 
 
 def simulate(load: Load) -> dict[str, Any]:
@@ -91,7 +93,8 @@ def simulate(load: Load) -> dict[str, Any]:
             "broker_loop_p99_seconds": status["loop_p99_seconds"], "lease_ends": status["lease_ends"]} | _rates(trainer, load, logs)
 
 
-def _play(run: Path, address: str, load: Load, broker: psutil.Process) -> tuple[Trainer, dict[str, Any], dict[str, np.ndarray], dict[str, Any]]:
+def _play(run: Path, address: str, load: Load, broker: psutil.Process) -> tuple[Trainer, dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """(trainer, the broker's last status, the workers' logs by name, the broker's use of the machine)."""
     spawn = multiprocessing.get_context("spawn")
     processes, controls = [], []
     for number in range(load.processes):
@@ -130,7 +133,8 @@ def _count(trainer: Trainer, load: Load) -> dict[str, int]:
     expected = {(prompt, sample) for prompt in range(load.steps * load.batch_size) for sample in range(load.samples)}
     came = trainer.received
     return {"rollouts_once": sum(came[key] == 1 for key in expected), "rollouts_lost": len(expected - came.keys()),
-            "rollouts_duplicated": sum(n - 1 for n in came.values()), "rollouts_unknown": len(came.keys() - expected)}
+            "rollouts_duplicated": sum(n - 1 for n in came.values()), "rollouts_unknown": len(came.keys() - expected),
+            "workers_died": trainer.died}
 
 
 def _rates(trainer: Trainer, load: Load, logs: dict[str, np.ndarray]) -> dict[str, float]:
@@ -145,7 +149,8 @@ def _rates(trainer: Trainer, load: Load, logs: dict[str, np.ndarray]) -> dict[st
     generation = lengths(load).mean() * load.batch_size * load.samples / slots
     training, step = load.step_seconds + load.update_seconds, (end - start) / max(steps, 1)
     inside = [o - c for c, o in zip(trainer.closed_at, trainer.opened_at) if start <= c < end]
-    return {"steady_steps": steps, "utilisation": generating, "occupied": generating + held, "update_wall_seconds": float(np.mean(inside or [0.0])),
+    return {"steady_steps": steps, "utilisation": generating, "occupied": generating + held,
+            "update_wall_seconds": float(np.mean(inside or [0.0])),
             "lease_p50_seconds": float(np.quantile(latency, 0.5)), "lease_p99_seconds": float(np.quantile(latency, 0.99)),
             "trainer_wait_seconds": float(np.mean(trainer.waits[first + 1:last + 1] or [0.0])), "step_seconds": step,
             "generation_seconds": float(generation), "training_seconds": training, "step_to_bound": step / max(generation, training),

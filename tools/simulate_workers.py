@@ -200,10 +200,10 @@ class Fleet:
             wait = max(self.timers[0][0] - time.monotonic(), 0.0) if self.timers else 1.0
             for descriptor, _ in self.epoll.poll(min(wait, 1.0)):
                 heard = time.monotonic()
-                if descriptor in self.by_descriptor:
-                    self.by_descriptor[descriptor].receive()
-                else:
+                if descriptor == self.control.fileno():
                     self.workers[json.loads(self.control.recv_bytes())].die()
+                elif descriptor in self.by_descriptor:  # it may have died since the poll
+                    self.by_descriptor[descriptor].receive()
             while self.timers and self.timers[0][0] <= time.monotonic():
                 _, _, action, words = heapq.heappop(self.timers)
                 action(*words)

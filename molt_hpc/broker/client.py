@@ -90,7 +90,11 @@ class BrokerClient:
         self._context = zmq.Context()
         self._socket = _connect(self._context, Path(run), address)
         self._next_id = 0
-        self.welcome = self.request("hello", _hello(role, name, attempt, hello), timeout=timeout)
+        try:
+            self.welcome = self.request("hello", _hello(role, name, attempt, hello), timeout=timeout)
+        except Exception:  # nobody else can close what nobody gets
+            self.close(linger=0)
+            raise
 
     def call(self, kind: str, fields: dict[str, Any] | None = None, arrays: dict[str, np.ndarray] | None = None,
              timeout: float = 10.0, waiting: Callable[[], None] | None = None) -> wire.Message:
@@ -133,8 +137,9 @@ class BrokerClient:
         """`call` for requests whose reply is only fields."""
         return self.call(kind, fields, timeout=timeout).fields
 
-    def close(self) -> None:
-        self._socket.close(linger=500)
+    def close(self, linger: int = 500) -> None:
+        """Close after at most `linger` milliseconds for what is still to be sent."""
+        self._socket.close(linger=linger)
         self._context.term()
 
 

@@ -73,6 +73,8 @@ class Conductor:
         if self.update is None or self.update.ended:
             return None
         kind, engine = fields["answer"], fields["engine"]
+        if engine not in self._engines:
+            return None
         if kind == "failed":
             self.update.failed(engine, str(fields["reason"]))
             return self._outcome(now)

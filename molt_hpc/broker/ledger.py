@@ -198,7 +198,7 @@ class Ledger:
 
         `recorded` starts anew: (ordinal, pass rate) of the groups that close from here on.
         """
-        assert self.next_ordinal == self.known_prompts < self.total_prompts, f"an epoch begins at prompt {self.next_ordinal} of {self.known_prompts}"
+        assert self.next_ordinal == self.known_prompts < self.total_prompts, f"an epoch at prompt {self.next_ordinal} of {self.known_prompts}"
         self.epochs.append(rows)
         self.skipped_rows += self.config.epoch_rows - len(rows) // 4
         self.rates, self.recorded, self._not_yet = rates, [], False

@@ -170,7 +170,7 @@ class Broker:
             peer.last_seen = time.monotonic()
             try:
                 handler(peer, message, request)
-            except (KeyError, TypeError, ValueError) as error:  # a field is missing or of the wrong type: the sender's fault
+            except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:  # a field is missing or of the wrong type: the sender's fault
                 self.bad_frames[f"{message.kind}: {error!r}"[:80]] += 1
                 self._reply(identity, request, "refused", {"reason": f"{message.kind}: bad field: {error!r}"})
             self.store.commit()

@@ -89,7 +89,8 @@ class PromptOrder:
         self.total = len(self._rows) * config.train.num_episodes
         self.epoch_rows = len(self._rows) if config.data.difficulty_sampling else 0
         self._orders: dict[int, np.ndarray] = {}
-        self._starts = [0, *([len(self._rows)] if self.epoch_rows else [len(self._rows) * e for e in range(1, config.train.num_episodes + 1)])]
+        known_epochs = 1 if self.epoch_rows else config.train.num_episodes
+        self._starts = [len(self._rows) * epoch for epoch in range(known_epochs + 1)]  # the last one is where the next epoch would start
 
     def has(self, ordinal: int) -> bool:
         """Whether the prompt of this ordinal is known already."""

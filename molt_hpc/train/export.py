@@ -57,6 +57,9 @@ def write_model(model: TrainModel, folder: Path, dtype: torch.dtype | None = Non
         if dtype is not None:
             _set_dtype(config, str(dtype).removeprefix("torch."))
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        # the library writes weights for the owner alone; whoever may read the configuration may read them
+        for path in folder.glob("*.safetensors"):
+            path.chmod((folder / "config.json").stat().st_mode)
     dist.barrier()
 
 

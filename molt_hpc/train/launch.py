@@ -11,14 +11,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from molt_hpc.guard import guarded
+
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """The longest that a rank may wait for the others, which includes rank 0 writing a model."""
 
 
 def run_ranks(module: str, arguments: list[str], processes: int) -> int:
-    """Run `python -m MODULE ARGUMENTS` as torchrun ranks on this machine; returns the exit code."""
+    """Run `python -m MODULE ARGUMENTS` as torchrun ranks on this machine, ended with this process; returns the exit code."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", module, *arguments]
-    return subprocess.run(command, env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}).returncode
+    return subprocess.run(guarded(command, owner=os.getpid()), env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}).returncode
 
 
 def in_process_group(work: Callable[[], None]) -> None:

@@ -16,11 +16,13 @@ def test_a_dataset_whose_groups_all_score_the_same_stops_the_run(tmp_path):
     broker = started(tmp_path, limit=12)
     worker, actor = ScriptedWorker(broker, score=lambda lease: 1.0, linger=0.0), ScriptedActor(broker)
     actor.begin()
-    with pytest.raises(RunStopped, match=r"groups in a row were filtered \(broker.max_filtered_groups\): \d+ x mean score 1.0 is outside") as error:
+    expected = r"groups in a row were filtered \(broker.max_filtered_groups\): \d+ x mean score 1.0 is outside"
+    with pytest.raises(RunStopped, match=expected) as error:
         actor.next_batch()
     assert int(str(error.value).split()[0]) > 12
     assert broker.join() == 1
     worker.join(10)
+    actor.close()
     assert "max_filtered_groups" in worker.reason and not broker.records
     assert broker.broker.ledger.balance() == 0
 
@@ -40,3 +42,4 @@ def test_useful_groups_between_filtered_ones_keep_the_run_going(tmp_path):
     assert broker.join() == 0 and [record["groups_filtered"] for record in broker.records] == [36, 18]
     assert [record["leases_filtered"] for record in broker.records] == [72, 36]
     worker.join(10)
+    actor.close()

@@ -6,14 +6,14 @@ import threading
 import time
 from collections import Counter
 
+import msgpack
 import numpy as np
 import pytest
-import zmq
 
 from molt_hpc import wire
-from molt_hpc.broker.client import BrokerClient, read_keys
+from molt_hpc.broker.client import BrokerClient
 from tests.process_run import small_config
-from tests.scripted import BrokerGone, BrokerProcess, RunStopped, ScriptedActor, ScriptedWorker, made_rollout
+from tests.scripted import BrokerGone, BrokerProcess, RunStopped, made_rollout
 
 MB = 1 << 20
 
@@ -46,13 +46,12 @@ def content(rollouts):
     return sorted((r.prompt.ordinal, r.sample, r.group_id, r.attempt, r.segments[0].token_ids.tobytes()) for r in rollouts)
 
 
-def run_attempt(broker, batches, kill_after):
-    """One attempt: a worker and an actor, and a kill after so many seconds (None: never). True if the run is done."""
-    worker, actor = ScriptedWorker(broker, broker.attempt), ScriptedActor(broker, broker.attempt)
+def run_attempt(broker, batches, kill_after, **worker_options):
+    """One attempt: a worker and an actor, and a kill some moments after the actor's n-th message (None: never). True if the run is done."""
+    worker, actor = broker.worker(**worker_options), broker.actor()
     assert actor.version <= max(batches, default=0) and set(range(1, actor.version + 1)) <= batches.keys()
-    timer = threading.Timer(kill_after or 0, lambda: (broker.kill(), actor.gone.set()))
-    if kill_after is not None:
-        timer.start()
+    killing = threading.Timer(random.uniform(0.0, 0.02), lambda: (broker.kill(), actor.gone.set()))
+    actor.heard = lambda count: killing.start() if count == kill_after else None
     try:
         actor.begin()
         while (found := actor.next_batch()) is not None:
@@ -62,14 +61,14 @@ def run_attempt(broker, batches, kill_after):
                 assert content(rollouts) == content(batches[step])
             batches[step] = rollouts
             actor.trained(step)
-        timer.cancel()
         actor.call("finished")
-        return not actor.gone.is_set()
+        killing.cancel()
+        return broker.process.wait(20) == 0
     except BrokerGone:
         return False
     finally:
-        timer.cancel()
-        worker.stop()
+        killing.cancel()
+        worker.close()
         actor.close()
 
 
@@ -77,27 +76,56 @@ def run_attempt(broker, batches, kill_after):
 def test_a_broker_killed_again_and_again_trains_every_rollout_exactly_once(started, tmp_path, batch, prompts, samples, lag):
     broker, batches, draw = started(configured(tmp_path, prompts, batch, samples, lag)), {}, random.Random(prompts)
     kills = 0
-    while not run_attempt(broker, batches, draw.uniform(0.0, 0.15) if kills < 10 else None):
+    while not run_attempt(broker, batches, draw.randrange(1, 50) if kills < 6 else None):
         kills += 1
         broker.start()
     assert broker.process.wait(20) == 0 and kills >= 2
     trained = Counter((r.prompt.ordinal, r.sample) for rollouts in batches.values() for r in rollouts)
     assert trained == Counter((o, s) for o in range(prompts) for s in range(samples))
     sizes = [len({r.group_id for r in batches[step]}) for step in sorted(batches)]
-    assert sorted(batches) == list(range(1, len(sizes) + 1)) and sizes == [batch] * (prompts // batch) + [prompts % batch] * (prompts % batch > 0)
+    assert sorted(batches) == list(range(1, len(sizes) + 1))
+    assert sizes == [batch] * (prompts // batch) + [prompts % batch] * (prompts % batch > 0)
     for step, rollouts in batches.items():
         assert all(step - 1 - r.segments[0].versions().max() <= lag for r in rollouts)
+
+
+def test_a_curriculum_is_the_same_after_every_kill(started, tmp_path):
+    config = configured(tmp_path, prompts=30, batch=4)
+    config.train.num_episodes, config.data.difficulty_sampling = 3, True
+    config.data.easy_fraction = config.data.hard_fraction = 0.0
+    config.check()
+    broker, batches, kills = started(config), {}, 0
+
+    def score(lease):  # a third of the prompts is too easy, a third too hard, and the rest passes half of the time
+        return {0: 1.0, 1: 0.0}.get(int(lease["prompt"]["id"][1:]) % 3, float(lease["sample"]))
+    while not run_attempt(broker, batches, 30 + kills if kills < 5 else None, score=score):
+        kills += 1
+        broker.start()
+    assert kills >= 2
+    trained = {(r.prompt.ordinal, r.sample): r.prompt.id for rollouts in batches.values() for r in rollouts}
+    assert len(trained) == sum(map(len, batches.values()))
+    total = len(trained) // 2
+    assert sorted(trained) == [(o, s) for o in range(total) for s in (0, 1)]
+    by_ordinal = [trained[o, 0] for o in range(total)]
+    assert len(set(by_ordinal[:30])) == 30
+    times = Counter(by_ordinal)
+    useful = [f"p{i}" for i in range(2, 30, 3)]
+    assert all(times[name] == 3 for name in useful)
+    # prompts whose groups were still open when an epoch was chosen had no pass rate yet: a window of groups at most each time
+    assert 50 <= total <= 50 + 2 * 8
+    sizes = [len({r.group_id for r in batches[step]}) for step in sorted(batches)]
+    assert sizes == [4] * (total // 4) + [total % 4] * (total % 4 > 0)
 
 
 def test_a_batch_that_was_shipped_but_not_trained_comes_again_the_same(started, tmp_path):
     broker, seen = started(configured(tmp_path, prompts=12)), []
     for _ in range(4):
-        worker, actor = ScriptedWorker(broker, broker.attempt), ScriptedActor(broker, broker.attempt)
+        worker, actor = broker.worker(), broker.actor()
         actor.begin()
         step, rollouts = actor.next_batch()
         seen.append((step, content(rollouts)))
         broker.kill()
-        worker.stop()
+        worker.close()
         actor.close()
         broker.start()
     assert seen[0][0] == 1 and len(seen[0][1]) == 8 and all(found == seen[0] for found in seen)
@@ -106,14 +134,15 @@ def test_a_batch_that_was_shipped_but_not_trained_comes_again_the_same(started, 
 
 
 def test_a_broker_killed_while_it_starts_loses_nothing(started, tmp_path):
-    broker, batches = started(configured(tmp_path, prompts=10)), {}
-    assert not run_attempt(broker, batches, 0.05)
+    broker, batches = started(configured(tmp_path, prompts=40)), {}
+    assert not run_attempt(broker, batches, 15)
     for _ in range(3):
         broker.start()
         broker.kill()
     broker.start()
     assert run_attempt(broker, batches, None)
-    assert Counter((r.prompt.ordinal, r.sample) for rollouts in batches.values() for r in rollouts) == Counter((o, s) for o in range(10) for s in (0, 1))
+    trained = Counter((r.prompt.ordinal, r.sample) for rollouts in batches.values() for r in rollouts)
+    assert trained == Counter((o, s) for o in range(40) for s in (0, 1))
 
 
 def test_an_earlier_attempts_worker_is_fenced_after_a_restart(started, tmp_path):
@@ -132,7 +161,7 @@ def test_rollouts_beyond_the_bound_are_read_back_from_the_journal_and_memory_sta
     bound, count, tokens = 16 * MB, 48, 2 * MB // 8
     broker = started(configured(tmp_path, prompts=24, batch=24, lag=0, memory_bytes=bound))
     observer, before = broker.client(), broker.rss()
-    worker, actor = ScriptedWorker(broker, tokens=lambda lease: tokens, linger=0.0), ScriptedActor(broker)
+    worker, actor = broker.worker(tokens=lambda lease: tokens, linger=0.0), broker.actor()
     actor.begin()
     peak, status = 0, {}
     deadline = time.monotonic() + 60
@@ -149,7 +178,11 @@ def test_rollouts_beyond_the_bound_are_read_back_from_the_journal_and_memory_sta
         assert np.array_equal(rollout.segments[0].token_ids, made_rollout(lease, 0, 1.0, tokens).segments[0].token_ids)
     actor.trained(1)
     assert observer.request("status")["cached_bytes"] == 0 and actor.next_batch() is None
-    worker.stop()
+
+
+def referred(broker):
+    """(group, sample) of every payload file."""
+    return {tuple(map(int, path.name.split(".")[:2])) for path in (broker.run / "rollouts").glob("*.bin")}
 
 
 def test_payloads_by_reference_are_removed_with_their_group(started, tmp_path):
@@ -157,61 +190,50 @@ def test_payloads_by_reference_are_removed_with_their_group(started, tmp_path):
     config.algo.dynamic_filtering_enable = True
     broker = started(config)
     # every third prompt's rollouts agree: filtered
-    worker = ScriptedWorker(broker, score=lambda lease: float(lease["sample"] and lease["prompt"]["ordinal"] % 3 > 0), inline_bytes=1000,
-                            tokens=lambda lease: 400 if lease["prompt"]["ordinal"] % 2 else 4)
-    actor, trained, most = ScriptedActor(broker), [], 0
+    broker.worker(score=lambda lease: float(lease["sample"] and lease["prompt"]["ordinal"] % 3 > 0), inline_bytes=1000,
+                  tokens=lambda lease: 400 if lease["prompt"]["ordinal"] % 2 else 4)
+    actor, trained, most = broker.actor(), [], 0
     actor.begin()
     while (found := actor.next_batch()) is not None:
         step, rollouts = found
         trained += [r.prompt.ordinal for r in rollouts]
-        files = {tuple(map(int, path.name.split(".")[:2])) for path in (broker.run / "rollouts").glob("*.bin")}
+        files = referred(broker)
         assert {(r.group_id, r.sample) for r in rollouts if r.prompt.ordinal % 2} <= files
         most = max(most, len(files))
         actor.trained(step)
-        assert not {(r.group_id, r.sample) for r in rollouts} & {tuple(map(int, path.name.split(".")[:2])) for path in (broker.run / "rollouts").iterdir()}
+        assert not {(r.group_id, r.sample) for r in rollouts} & referred(broker)
     assert sorted(set(trained)) == [o for o in range(30) if o % 3] and 0 < most <= 2 * 2 * 4
     assert list((broker.run / "rollouts").iterdir()) == []
-    worker.stop()
 
 
 def test_payloads_by_reference_survive_a_kill_and_orphans_do_not(started, tmp_path):
     broker = started(configured(tmp_path, prompts=4, lag=0, inline_bytes=1000))
-    worker, actor = ScriptedWorker(broker, inline_bytes=1000, tokens=lambda lease: 400), ScriptedActor(broker)
+    worker, actor = broker.worker(inline_bytes=1000, tokens=lambda lease: 400), broker.actor()
     actor.begin()
     first = content(actor.next_batch()[1])
     broker.kill()
-    worker.stop()
+    worker.close()
     actor.close()
     (broker.run / "rollouts" / "77.0.1.bin").write_bytes(b"of a group that nobody knows")
     (broker.run / "rollouts" / "0.0.1.tmp").write_bytes(b"half a fi")
     broker.start()
     assert len(list((broker.run / "rollouts").iterdir())) == len(first) == 8
-    worker, actor = ScriptedWorker(broker, 2, inline_bytes=1000, tokens=lambda lease: 400), ScriptedActor(broker, 2)
+    worker, actor = broker.worker(inline_bytes=1000, tokens=lambda lease: 400), broker.actor()
     actor.begin()
     assert content(actor.next_batch()[1]) == first
     actor.trained(1)
     assert list((broker.run / "rollouts").iterdir()) == []
-    worker.stop()
 
 
 # hostile and deaf peers --------------------------------------------------------------------
 
 
-def raw_socket(broker, **options):
-    """A DEALER with the run's keys that has not said hello."""
-    keys, peer = read_keys(broker.run), zmq.Context.instance().socket(zmq.DEALER)
-    peer.curve_serverkey, peer.curve_publickey, peer.curve_secretkey = keys["broker_public"], keys["role_public"], keys["role_secret"]
-    peer.linger = 0
-    for name, value in options.items():
-        setattr(peer, name, value)
-    peer.connect(broker.address)
-    return peer
-
-
-WORKER_KINDS = ("hello", "ready", "credits", "heartbeat", "rollout", "fault", "engine_answer", "lookup", "publish", "drain", "nonsense", "status")
+WORKER_KINDS = ("hello", "ready", "credits", "heartbeat", "rollout", "fault", "engine_answer", "lookup", "publish", "drain", "status",
+                "nonsense")
 FIELDS = ("request", "role", "name", "host", "attempt", "count", "progress", "group_id", "sample", "seconds", "score", "reference", "fault",
           "reason", "engine", "epoch", "version", "checksum", "answer", "key", "value", "engines", "lines_from")
-VALUES = (None, -1, 0, 2**63, -2**63, 1e400, float("nan"), "", "x" * 300, b"\xff", [], [[1, 2, 3]], [[[], {}, 0]], {}, {"a": {"b": []}}, True)
+VALUES = (None, -1, 0, 2**63, -2**63, 1e400, float("nan"), "", "x" * 300, b"\xff", [], [[1, 2, 3]], [[[], {}, 0]], {}, {"a": {"b": []}},
+          True)
 
 
 def fuzz(draw):
@@ -220,7 +242,11 @@ def fuzz(draw):
     if kind == 0:
         return [draw.randbytes(draw.randrange(60)) for _ in range(draw.randrange(1, 4))]
     fields = {name: draw.choice(VALUES) for name in draw.sample(FIELDS, draw.randrange(8))}
-    frames = wire.encode(draw.choice(WORKER_KINDS), fields | {"name": "fuzz", "role": draw.choice(["tool", 7, None])})
+    spec = {"name": "a", "dtype": draw.choice(VALUES), "shape": [0], "crc": 0}
+    arrays = draw.choice([[], [], draw.choice(VALUES), [draw.choice(VALUES)], [spec]])
+    named = fields | {"name": "fuzz", "role": draw.choice(["tool", 7, None])}
+    frames = [msgpack.packb({"schema": wire.SCHEMA, "kind": draw.choice(WORKER_KINDS), "fields": named, "arrays": arrays})]
+    frames += [b""] * (arrays != [] and draw.randrange(2))
     if kind == 1:
         header = bytearray(frames[0])
         for _ in range(draw.randrange(1, 4)):
@@ -231,7 +257,7 @@ def fuzz(draw):
 
 def flood(broker, count, seed, ended):
     """Send so many messages, some of them as bytes that are not even ZeroMQ."""
-    draw, peer = random.Random(seed), raw_socket(broker, sndhwm=1000)
+    draw, peer = random.Random(seed), broker.raw_socket(sndhwm=1000)
     peer.send_multipart(wire.encode("hello", {"request": 1, "role": "tool", "name": "fuzz", "host": "h", "attempt": 1}))
     host, port = broker.address.removeprefix("tcp://").rsplit(":", 1)
     for number in range(count):
@@ -244,12 +270,11 @@ def flood(broker, count, seed, ended):
     deadline = time.monotonic() + 60
     while peer.poll(0) or time.monotonic() < deadline and not ended.is_set():
         peer.recv_multipart() if peer.poll(20) else ended.set()
-    peer.close()
 
 
 def test_a_hundred_thousand_random_messages_do_not_disturb_a_run(started, tmp_path):
     broker, ended = started(configured(tmp_path, prompts=400, batch=4)), threading.Event()
-    worker, actor = ScriptedWorker(broker), ScriptedActor(broker)
+    _, actor = broker.worker(), broker.actor()
     actor.begin()
     flooding = threading.Thread(target=flood, args=(broker, 100_000, 1, ended), daemon=True)
     flooding.start()
@@ -266,20 +291,19 @@ def test_a_hundred_thousand_random_messages_do_not_disturb_a_run(started, tmp_pa
     assert seen == Counter((o, s) for o in range(400) for s in range(2))
     actor.call("finished")
     assert broker.process.wait(20) == 0
-    worker.stop()
 
 
 def test_a_peer_that_never_reads_does_not_block_the_others(started, tmp_path):
     broker = started(configured(tmp_path, prompts=48, batch=24, lag=0, memory_bytes=8 * MB))
-    deaf = raw_socket(broker, rcvhwm=1, rcvbuf=4096)
+    deaf = broker.raw_socket(rcvhwm=1, rcvbuf=4096)
     deaf.send_multipart(wire.encode("hello", {"request": 1, "role": "tool", "name": "deaf", "host": "h", "attempt": 1}))
     for number in range(5000):
         deaf.send_multipart(wire.encode("status", {"request": number}))
-    worker = ScriptedWorker(broker, tokens=lambda lease: 2 * MB // 8, linger=0.0)
+    broker.worker(tokens=lambda lease: 2 * MB // 8, linger=0.0)
     # an actor that asks for its batch, 96 MB, and takes none of it
-    reader = raw_socket(broker, rcvhwm=1, rcvbuf=4096)
+    reader = broker.raw_socket(rcvhwm=1, rcvbuf=4096)
     reader.send_multipart(wire.encode("hello", {"request": 1, "role": "actor", "name": "actor", "host": "h", "attempt": 1}))
-    actor = ScriptedActor(broker)
+    actor = broker.actor()
     actor.begin()
     reader.send_multipart(wire.encode("next_batch", {"request": 2}))
     observer, status, answers = broker.client(), {}, 0
@@ -291,15 +315,13 @@ def test_a_peer_that_never_reads_does_not_block_the_others(started, tmp_path):
         status = observer.request("status", timeout=30)
     assert status["phase"] == "running"
     reader.close()
-    deaf.close()
     step, rollouts = actor.next_batch()  # the batch is still there for an actor that reads
     assert step == 1 and len(rollouts) == 48
-    worker.stop()
 
 
 def test_a_stopped_run_tells_its_worker_and_its_actor_why(started, tmp_path):
     broker = started(configured(tmp_path, prompts=8))
-    worker, actor = ScriptedWorker(broker), ScriptedActor(broker)
+    worker, actor = broker.worker(), broker.actor()
     actor.begin()
     broker.client().request("stop", {"reason": "enough"})
     with pytest.raises(RunStopped, match="enough"):

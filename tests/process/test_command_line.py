@@ -74,7 +74,7 @@ def test_run_refuses_a_used_folder(good, tmp_path):
     (tmp_path / "run/metrics.jsonl").touch()
     done = molt("run", *good)
     assert done.returncode == 1
-    assert done.stderr == f"molt_hpc: error: output_dir: {tmp_path}/run already has files; choose a new folder, or remove it\n"
+    assert done.stderr == f"molt_hpc: error: output_dir: {tmp_path}/run already has files; choose a new folder, or go on with that run: --ckpt.resume\n"
     assert molt("check", *good).returncode == 0
 
 

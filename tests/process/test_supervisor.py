@@ -14,7 +14,10 @@ import pytest
 
 from molt_hpc.slurm.leftovers import end_processes, find_processes
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
+
 
 def wait_until(condition, what: str, seconds: float = 60.0):
     deadline = time.monotonic() + seconds

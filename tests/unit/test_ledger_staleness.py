@@ -197,6 +197,6 @@ def test_filtered_groups_in_a_row_are_counted_until_one_is_useful():
         for grant in [ledger.lease("w", 0.0), ledger.lease("w", 0.0)]:
             ledger.finish(grant.group.id, grant.sample, grant.attempt, 1.0, 1.0)
     assert ledger.filtered_in_a_row == 7 and ledger.ended_leases["filtered"] == 14
-    for score, grant in zip((0.0, 1.0), [ledger.lease("w", 0.0), ledger.lease("w", 0.0)]):
+    for score, grant in zip((0.0, 1.0), [ledger.lease("w", 0.0), ledger.lease("w", 0.0)], strict=True):
         ledger.finish(grant.group.id, grant.sample, grant.attempt, 1.0, score)
     assert ledger.filtered_in_a_row == 0 and len(ledger.complete) == 1

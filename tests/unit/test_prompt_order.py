@@ -71,7 +71,8 @@ def test_the_places_of_equal_weights_are_not_a_pattern():
     assert (files[1:] == files[:-1]).mean() == pytest.approx(0.5, abs=0.04)
 
 
-@given(st.lists(st.one_of(st.just(float("nan")), st.floats(0, 1, width=32)), min_size=1, max_size=60), st.integers(0, 99), st.integers(1, 9))
+@given(st.lists(st.one_of(st.just(float("nan")), st.floats(0, 1, width=32)), min_size=1, max_size=60),
+       st.integers(0, 99), st.integers(1, 9))
 def test_fraction_one_keeps_and_zero_leaves_out_and_the_middle_always_stays(rates, seed, epoch):
     rates = np.array(rates, np.float32)
     kept = kept_rows(rates, Thresholds(0.8, 0.2, 0.0, 1.0), seed, epoch)
@@ -224,7 +225,8 @@ class Run:
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=3), epochs=st.integers(2, 4), batch=st.integers(1, 4), lag=st.integers(0, 2),
        easy=st.sampled_from([0.0, 0.5]), hard=st.sampled_from([0.0, 0.5]), crashes=st.sets(st.integers(0, 60)), weighted=st.booleans(),
        scores=st.integers(0, 2**30))
-def test_a_curriculum_trains_each_prompt_once_and_goes_on_the_same_after_a_crash(sizes, epochs, batch, lag, easy, hard, crashes, weighted, scores):
+def test_a_curriculum_trains_each_prompt_once_and_goes_on_the_same_after_a_crash(sizes, epochs, batch, lag, easy, hard, crashes, weighted,
+                                                                                  scores):
     folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
     weights = [1.0, 2.0, 3.0][:len(sizes)] if weighted and len(sizes) > 1 else []
     config = made(folder, sizes, epochs, difficulty_sampling=True, easy_fraction=easy, hard_fraction=hard, prompt_probs=weights)
@@ -244,7 +246,7 @@ def test_a_curriculum_trains_each_prompt_once_and_goes_on_the_same_after_a_crash
         assert Counter(run.ordinals) == Counter(range(total)) and run.ledger.total_prompts == total
         assert run.ledger.trained_steps == run.ledger.total_steps == -(-total // batch)
         assert run.ledger.planned_steps == -(-sum(sizes) * epochs // batch)
-        for index, rows in enumerate(run.ledger.epochs):
+        for rows in run.ledger.epochs:
             assert max(Counter(np.frombuffer(rows, "<i4").tolist()).values(), default=1) == 1
         if lag == 0 and not sum(sizes) % batch:  # every group of the first epoch has closed when the second is chosen
             second = set(np.frombuffer(run.ledger.epochs[0], "<i4").tolist())
