@@ -36,7 +36,7 @@ class Trainer:
         self.version_at: dict[int, float] = {}
 
     def publish(self, version: int) -> None:
-        self.closed_at.append(time.monotonic())
+        """Update every engine; the caller has noted since when nothing is admitted."""
         self.client.request("update_begin", {"version": version}, timeout=PATIENCE)
         fields = {"version": version, "master_address": "", "master_port": 0, "backend": "gloo"}
         self.client.call("update_transfer", fields, {"plan": np.zeros(1, np.uint8)}, timeout=PATIENCE)
@@ -46,11 +46,13 @@ class Trainer:
 
     def train(self) -> dict[str, Any]:
         """The whole run; returns the broker's last status."""
+        self.closed_at.append(time.monotonic())
         self.publish(0)
         while True:
             began = time.monotonic()
             reply = self.client.call("next_batch", timeout=PATIENCE)
             if reply.kind == "republish":  # a worker is back without weights
+                self.closed_at.append(time.monotonic())
                 self.publish(reply.fields["version"])
                 continue
             if reply.kind == "end":
@@ -66,6 +68,7 @@ class Trainer:
             part.arrays()
             self.received[part.fields["ordinal"], part.fields["sample"]] += 1
         time.sleep(self.load.step_seconds)
+        self.closed_at.append(time.monotonic())
         self.client.request("trained", {"step": step}, timeout=PATIENCE)
         self.trained_at.append(time.monotonic())
         self.publish(step)
