@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from molt_hpc.options import CommaNumbers, CommaTexts, dump, help_text, load, opt, options, section
+from molt_hpc.options import CommaNumbers, CommaTexts, comma_list, dump, help_text, load, opt, options, section
 
 __all__ = ["RunConfig", "SftConfig", "dump", "help_text", "load", "opt", "options", "section"]
 
