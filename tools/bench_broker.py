@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import zmq
-
 from bench_run import actor_client, base_config, running_broker
+
 from molt_hpc import wire
 from molt_hpc.broker.client import BrokerClient
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Iterator
 
 import torch
-
 from bench_run import actor_client, base_config, running_broker, start_role
+
 from molt_hpc.train.publish import Publisher
 from molt_hpc.weights import group
 from molt_hpc.weights.publish import make_sender

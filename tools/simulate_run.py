@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import psutil
-
 from bench_run import actor_client, base_config, running_broker
-from molt_hpc.broker.client import BrokerClient
 from simulate_model import Load, batch_synchronous, deaths, lengths
 from simulate_workers import work
+
+from molt_hpc.broker.client import BrokerClient
 
 PATIENCE = 300.0
 """Seconds that the trainer waits for an answer."""

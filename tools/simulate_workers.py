@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 import zmq
+from simulate_model import Load, lengths, luck
 
 from molt_hpc import wire
 from molt_hpc.broker.client import _connect, _hello
-from simulate_model import Load, lengths, luck
 
 PATIENCE = 120.0
 """Seconds without a message from the broker after which a process gives up."""

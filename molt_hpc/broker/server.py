@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from molt_hpc import wire
 from molt_hpc.broker.client import ENDPOINT, read_keys, write_private
 from molt_hpc.broker.conductor import Conductor
 from molt_hpc.broker.fleet import Fleet, Peer
+from molt_hpc.broker.front import Front
 from molt_hpc.broker.ledger import END_STATES, Grant, GroupState, LedgerConfig
 from molt_hpc.broker.recovery import recover
 from molt_hpc.broker.store import Store
@@ -40,16 +40,6 @@ BURST = 256
 """Messages taken from the socket before leases are given and batches shipped again."""
 FAULT_WINDOW, FAULT_MINIMUM = 64, 16
 """The data-fault rate is taken over the last 64 ended rollouts, once 16 have ended."""
-
-
-class AllowedKey:
-    """Lets in whoever holds the run's role key, and nobody else."""
-
-    def __init__(self, public: bytes):
-        self._public = public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._public
 
 
 def ledger_config(config: RunConfig, total_prompts: int, epoch_rows: int = 0) -> LedgerConfig:
@@ -84,44 +74,16 @@ class Broker:
         self.started = self.last_usable = time.monotonic()
         self.loop_seconds: deque[float] = deque(maxlen=10_000)
         self.conductor = Conductor(config.weights, self._send, self._reply)
-        self._bind(host)
-
-    # sockets -------------------------------------------------------------------------------
-
-    def _bind(self, host: str) -> None:
-        keys = read_keys(self.run)
-        self.context = zmq.Context(io_threads=2)
-        self.auth = ThreadAuthenticator(self.context)
-        self.auth.start()
-        self.auth.configure_curve_callback(credentials_provider=AllowedKey(keys["role_public"]))
-        self.socket = self.context.socket(zmq.ROUTER)
-        self.socket.curve_server = True
-        self.socket.curve_publickey, self.socket.curve_secretkey = keys["broker_public"], keys["broker_secret"]
-        self.socket.router_mandatory = True
-        self.socket.linger = 0
-        self.socket.sndhwm = self.socket.rcvhwm = 0
-        self.socket.backlog = 4096
-        self.socket.maxmsgsize = self.config.broker.max_message_bytes
-        self.socket.heartbeat_ivl, self.socket.heartbeat_timeout = 10_000, 60_000
-        self.socket.ipv6 = ":" in host
-        name = f"[{host}]" if ":" in host else host
-        self.address = f"tcp://{name}:{self.socket.bind_to_random_port(f'tcp://{name}')}"
-        write_private(self.run / ENDPOINT, {"address": self.address, "attempt": self.attempt})
-        log.info("listening on %s, attempt %d; %d steps are trained, %d groups under way", self.address, self.attempt,
+        self.front = Front(read_keys(run), host, config.broker.max_message_bytes)
+        self.address = self.front.address
+        write_private(run / ENDPOINT, {"address": self.address, "attempt": attempt})
+        log.info("listening on %s, attempt %d; %d steps are trained, %d groups under way", self.address, attempt,
                  self.ledger.trained_steps, len(self.ledger.groups))
 
-    def _send_frames(self, identity: bytes, frames: list[Any]) -> bool:
-        """Send without ever waiting. False if the peer is not connected any more."""
-        try:
-            self.socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
-            return True
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
-            return False
+    # the socket ----------------------------------------------------------------------------
 
     def _send(self, identity: bytes, kind: str, fields: dict[str, Any], frames: list[Any] = (), specs: list[dict] = ()) -> bool:
-        return self._send_frames(identity, [wire.relay_header(kind, fields, specs), *frames])
+        return self.front.send(identity, [wire.relay_header(kind, fields, specs), *frames])
 
     def _reply(self, identity: bytes, request: int, kind: str, fields: dict[str, Any]) -> None:
         self._send(identity, kind, fields | {"reply_to": request})
@@ -131,11 +93,11 @@ class Broker:
     def serve(self) -> int:
         next_tick = 0.0
         while self.phase not in ("done", "failed"):
-            self.socket.poll(TICK * 1000)
+            self.front.socket.poll(TICK * 1000)
             began = time.monotonic()
             for _ in range(BURST):
                 try:
-                    frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                    frames = self.front.socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 except zmq.Again:
                     break
                 self._receive(frames)
@@ -245,14 +207,12 @@ class Broker:
         # the supervisor asks once a second: let it hear the end before the socket closes
         deadline = time.monotonic() + (3 if any(p.role == "supervisor" for p in self.fleet.peers.values()) else 0)
         while time.monotonic() < deadline:
-            if self.socket.poll(200):
-                frames = self.socket.recv_multipart(copy=False)
+            if self.front.socket.poll(200):
+                frames = self.front.socket.recv_multipart(copy=False)
                 with_status = len(frames) > 1 and b"status" in frames[1].bytes[:200]
                 if with_status:
                     self._receive(frames)
-        self.auth.stop()
-        self.socket.close(linger=500)
-        self.context.term()
+        self.front.close()
 
     # everybody -----------------------------------------------------------------------------
 
@@ -430,7 +390,7 @@ class Broker:
         keys = [(g.id, sample) for g in groups for sample in g.finished()]
         self._reply(identity, request, "batch", {"step": step, "rollouts": len(keys), "version": self.ledger.current_version})
         for key in keys:
-            self._send_frames(identity, self.store.frames(*key))
+            self.front.send(identity, self.store.frames(*key))
 
     def on_trained(self, peer: Peer, message: wire.Message, request: int) -> None:
         step = message.fields["step"]

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from molt_hpc.config import DataConfig, RunConfig
-from molt_hpc.options import comma_list
 from molt_hpc.data.order import Thresholds, epoch_order, kept_rows
+from molt_hpc.options import comma_list
 from molt_hpc.records import Prompt
 
 

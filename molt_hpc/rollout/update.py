@@ -7,8 +7,8 @@ from typing import Any
 
 from molt_hpc.config import RunConfig
 from molt_hpc.rollout.engine import Engine, EngineError
-from molt_hpc.wire import Message
 from molt_hpc.weights.plan import decode_plan
+from molt_hpc.wire import Message
 
 
 async def apply_command(engine: Engine, config: RunConfig, command: str, fields: dict[str, Any], message: Message) -> dict[str, Any]:
