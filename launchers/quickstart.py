@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -57,15 +58,21 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def run_here(words: list[str]) -> int:
-    """The main job as local processes; returns its exit code."""
-    return subprocess.run([sys.executable, "-m", "molt_hpc", "run", *words]).returncode
+    """The main job as local processes; returns its exit code. A signal to us is the job's to handle: it ends its own processes."""
+    job = subprocess.Popen([sys.executable, "-m", "molt_hpc", "run", *words])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, frame: job.send_signal(received))
+    return job.wait()
 
 
 def run_in_slurm(words: list[str], out: Path) -> int:
     """The main job in a Slurm of three local nodes; shows the job's output as it comes. Returns 0 if it completed."""
     tool = [str(REPO / "tools" / "local_slurm")]
     log = out.parent / f"{out.name}.slurm.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
+    # without this a SIGTERM would leave the cluster behind; Ctrl-C raises by itself
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="molt_demo_") as folder:
         tool += ["--dir", f"{folder}/cluster"]
         Path(folder, "sockets").mkdir()

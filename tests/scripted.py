@@ -202,11 +202,14 @@ class ScriptedActor:
                 raise BrokerGone
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the broker said nothing for {self.timeout:.0f} s")
-        message = wire.decode(self.client._socket.recv_multipart())
+        frames = self.client._socket.recv_multipart()
+        message = wire.decode(frames)
         self.received += 1
         self.heard(self.received)
         if message.kind == "stop":
             raise RunStopped(message.fields["reason"])
+        if message.kind == "rollout":
+            self.client._socket.send_multipart(wire.encode("got", {"nbytes": sum(len(f) for f in frames)}))
         return message
 
     def call(self, kind: str, fields: dict | None = None, arrays: dict | None = None) -> wire.Message:

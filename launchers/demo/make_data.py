@@ -61,9 +61,14 @@ def sft_rows(count: int, seed: int) -> list[dict[str, Any]]:
             for i, row in enumerate(draw(count, 2 * seed + 1, lambda q: not held_out(q)))]
 
 
-def prompt_rows(count: int, seed: int) -> list[dict[str, Any]]:
-    """Prompt rows {id, prompt, label, source}; the label is what the scorer needs of the entry."""
-    return [{"id": f"{DATASET}-{seed}-{i}", "prompt": [{"role": "user", "content": row["question"]}],
+def prompt_rows(count: int, seed: int, shots: int = 0) -> list[dict[str, Any]]:
+    """Prompt rows {id, prompt, label, source}; the label is what the scorer needs of the entry.
+
+    `shots` solved questions stand before each question, for a model that has not been trained on the task.
+    """
+    shown = [message for row in draw(shots, 2 * seed + 1, lambda q: not held_out(q)) for message in
+             ({"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]})]
+    return [{"id": f"{DATASET}-{seed}-{i}", "prompt": [*shown, {"role": "user", "content": row["question"]}],
              "label": {"answer": row["answer"], "metadata": {"source_dataset": DATASET}}, "source": DATASET}
             for i, row in enumerate(draw(count, 2 * seed + 2, held_out))]
 
@@ -73,16 +78,18 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def make_data(folder: str | Path, seed: int = 0) -> tuple[Path, Path]:
+def make_data(folder: str | Path, seed: int = 0, shots: int = 0) -> tuple[Path, Path]:
     """Write sft.jsonl and prompts.jsonl to the folder; returns both paths."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    return write_jsonl(folder / "sft.jsonl", sft_rows(SFT_ROWS, seed)), write_jsonl(folder / "prompts.jsonl", prompt_rows(PROMPTS, seed))
+    return (write_jsonl(folder / "sft.jsonl", sft_rows(SFT_ROWS, seed)),
+            write_jsonl(folder / "prompts.jsonl", prompt_rows(PROMPTS, seed, shots)))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where to write sft.jsonl and prompts.jsonl")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shots", type=int, default=0, help="solved questions before the question of every prompt")
     args = parser.parse_args()
-    print(*make_data(args.folder, args.seed))
+    print(*make_data(args.folder, args.seed, args.shots))

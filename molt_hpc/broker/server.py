@@ -25,6 +25,7 @@ from molt_hpc.broker.conductor import Conductor
 from molt_hpc.broker.fleet import Fleet, Peer
 from molt_hpc.broker.front import Front
 from molt_hpc.broker.ledger import END_STATES, Grant, GroupState, LedgerConfig
+from molt_hpc.broker.outgoing import Outgoing
 from molt_hpc.broker.recovery import recover
 from molt_hpc.broker.store import Store
 from molt_hpc.config import RunConfig
@@ -75,6 +76,7 @@ class Broker:
         self.loop_seconds: deque[float] = deque(maxlen=10_000)
         self.conductor = Conductor(config.weights, self._send, self._reply)
         self.front = Front(read_keys(run), host, config.broker.max_message_bytes)
+        self.outgoing = Outgoing(self.front, self.store, config.broker.memory_bytes)
         self.address = self.front.address
         write_private(run / ENDPOINT, {"address": self.address, "attempt": attempt})
         log.info("listening on %s, attempt %d; %d steps are trained, %d groups under way", self.address, attempt,
@@ -107,6 +109,7 @@ class Broker:
             self._begin_epochs()
             self._give_leases()
             self._ship()
+            self.outgoing.pump()
             self.loop_seconds.append(time.monotonic() - began)
         self._say_goodbye()
         return 0 if self.phase == "done" else 1
@@ -365,7 +368,12 @@ class Broker:
 
     def on_next_batch(self, peer: Peer, message: wire.Message, request: int) -> None:
         self.batch_request = (peer.identity, request, time.monotonic())
+        self.outgoing.clear(peer.identity)
         self.next_report = time.monotonic() + 20
+
+    def on_got(self, peer: Peer, message: wire.Message, request: int) -> None:
+        """The actor has taken so many bytes of its batch: there is room for more."""
+        self.outgoing.got(int(message.fields["nbytes"]))
 
     def _ship(self) -> None:
         """Answer the actor's `next_batch`: with a batch, with the end, or by asking for the weights to be sent again."""
@@ -389,8 +397,7 @@ class Broker:
     def _send_batch(self, identity: bytes, request: int, step: int, groups: list[Any]) -> None:
         keys = [(g.id, sample) for g in groups for sample in g.finished()]
         self._reply(identity, request, "batch", {"step": step, "rollouts": len(keys), "version": self.ledger.current_version})
-        for key in keys:
-            self.front.send(identity, self.store.frames(*key))
+        self.outgoing.add(keys)
 
     def on_trained(self, peer: Peer, message: wire.Message, request: int) -> None:
         step = message.fields["step"]

@@ -48,6 +48,10 @@ class Store:
             if group is None or group.unsettled == 0:
                 self._dirty.set()
 
+    def size(self, group: int, sample: int) -> int:
+        """Bytes of a finished rollout's frames."""
+        return sum(self._places[group, sample].lengths)
+
     def frames(self, group: int, sample: int) -> list[Any]:
         """The frames of a finished rollout, from memory or from the journal."""
         cached = self._cache.get((group, sample))
