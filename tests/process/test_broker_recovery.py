@@ -173,6 +173,7 @@ def test_rollouts_beyond_the_bound_are_read_back_from_the_journal_and_memory_sta
     assert worker.window == bound and peak - before < 2 * bound + 24 * MB
     step, rollouts = actor.next_batch()
     assert step == 1 and len(rollouts) == count
+    assert max(peak, broker.rss()) - before < 3 * bound + 24 * MB  # the batch of 96 MB was never in the socket's queue at once
     for rollout in rollouts:
         lease = {"group_id": rollout.group_id, "sample": rollout.sample, "attempt": rollout.attempt, "prompt": rollout.prompt.to_header()}
         assert np.array_equal(rollout.segments[0].token_ids, made_rollout(lease, 0, 1.0, tokens).segments[0].token_ids)
