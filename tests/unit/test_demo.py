@@ -93,6 +93,7 @@ def test_the_configurations_of_the_main_job_are_valid(name, tmp_path):
     assert config.train.max_lag == 0 and config.actor.num_procs_per_node == 2 and config.weights.backend == "gloo"
     assert config.train.max_steps * config.rollout.batch_size <= make_data.PROMPTS
     assert config.train.max_steps >= 15
+    assert "--no-enable-chunked-prefill" in config.vllm.extra_args
 
 
 def test_the_configuration_of_the_warm_start_is_valid():
