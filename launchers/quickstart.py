@@ -27,8 +27,6 @@ sys.path.insert(0, str(DEMO))
 
 import recipe  # a file of launchers/demo
 
-from molt_hpc.observe.report import plot, text
-
 STARTED = time.monotonic()
 SLURM_LIMIT_S = 7200
 POLL_S = 1.0
@@ -137,8 +135,7 @@ def main(words: list[str] | None = None) -> int:
     code = run_in_slurm(options, args.out) if args.slurm else run_here(options)
     say(f"the main job ended with exit code {code} after {time.monotonic() - began:.0f} s")
     if code == 0:
-        print(f"\n{text(args.out)}\n")
-        for what, path in (("picture of the curve", plot(args.out)), ("all metrics", args.out / "metrics.jsonl"),
+        for what, path in (("picture of the curve", args.out / "reward.png"), ("all metrics", args.out / "metrics.jsonl"),
                            ("every trajectory", args.out / "trajectories"), ("trained model (Hugging Face)", _trained(args.out))):
             print(f"  {what:<30} {path}")
     return code

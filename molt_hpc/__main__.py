@@ -44,7 +44,20 @@ def cmd_run(words: list[str]) -> int:
     run_id, attempt = open_run_folder(config, topology, [sys.executable, "-m", "molt_hpc", "run", *words], os.environ)
     logs = create_log_folder(Path(config.output_dir), attempt)
     from molt_hpc.slurm.supervisor import Supervisor
-    return Supervisor(config, topology, run_id, attempt, logs, os.environ).run()
+    code = Supervisor(config, topology, run_id, attempt, logs, os.environ).run()
+    if code == 0:
+        _show_curve(Path(config.output_dir))
+    return code
+
+
+def _show_curve(run: Path) -> None:
+    """The reward curve in the terminal and as a picture; a run without a step has none."""
+    from molt_hpc.observe.report import plot, text
+    try:
+        print(f"\n{text(run)}\n")
+        print(f"picture: {plot(run)}", flush=True)
+    except ValueError as error:
+        print(f"no curve: {error}", file=sys.stderr)
 
 
 def cmd_check(words: list[str]) -> int:
