@@ -20,6 +20,7 @@ import recipe
 
 from molt_hpc.agents.loader import load_agent
 from molt_hpc.config import RunConfig, SftConfig, load
+from molt_hpc.rollout.engine import serve_arguments
 
 
 def question(row):
@@ -93,7 +94,7 @@ def test_the_configurations_of_the_main_job_are_valid(name, tmp_path):
     assert config.train.max_lag == 0 and config.actor.num_procs_per_node == 2 and config.weights.backend == "gloo"
     assert config.train.max_steps * config.rollout.batch_size <= make_data.PROMPTS
     assert config.train.max_steps >= 15
-    assert "--no-enable-chunked-prefill" in config.vllm.extra_args
+    assert "--no-enable-chunked-prefill" in serve_arguments(config, tmp_path / "socket", 0)
 
 
 def test_the_configuration_of_the_warm_start_is_valid():
