@@ -89,7 +89,7 @@ def test_a_draining_worker_finishes_what_it_has_and_its_place_is_taken_by_others
 
 def test_a_worker_that_vanishes_costs_no_rollout(started, tmp_path):
     config = small_config(tmp_path, prompts=24)
-    config.broker.heartbeat_timeout = 3.0
+    config.broker.heartbeat_timeout = 6.0
     broker = started(config)
     doomed, steady, actor = broker.worker(name="rollout_n0"), broker.worker(name="rollout_n1"), broker.actor()
     actor.begin()
