@@ -17,7 +17,7 @@ from molt_hpc.config import RunConfig
 from molt_hpc.records import Lease, Rollout, Segment
 from molt_hpc.rollout.engine import Engine
 from molt_hpc.rollout.generate import Turn, generate
-from molt_hpc.rollout.isolation import AgentFault, AgentProcess
+from molt_hpc.rollout.isolation import AgentFault, AgentProcess, AgentProcessGone
 
 
 class DataFault(Exception):
@@ -92,7 +92,7 @@ class Episode:
         finally:
             try:
                 await self.agent.call("close", self.lease.id, None, min(10.0, max(self._left(), 1.0)))
-            except (AgentFault, ConnectionError, TimeoutError, RuntimeError):
+            except (AgentFault, AgentProcessGone, ConnectionError, TimeoutError):
                 pass  # the rollout's own outcome is what counts; a hanging process is replaced by the worker
 
     async def _reset(self) -> TokenStream:

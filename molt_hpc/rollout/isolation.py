@@ -41,7 +41,7 @@ class AgentProcess:
     """One process and the calls that are under way in it; a socket pair is the only way to it."""
 
     def __init__(self, index: int, agent_path: str, threads: int, log_path: Path):
-        self.index, self.log_path, self.load = index, log_path, 0
+        self.index, self.log_path, self.load, self.gone = index, log_path, 0, ""
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         ours, theirs = socket.socketpair()
@@ -69,7 +69,8 @@ class AgentProcess:
             self.lose("the agent process ended")
 
     def lose(self, reason: str) -> None:
-        """End all calls that are under way."""
+        """End all calls that are under way, and every later one at once."""
+        self.gone = self.gone or reason
         for future in [*self._calls.values(), self.ready]:
             if not future.done():
                 future.set_exception(AgentProcessGone(f"{reason} (see {self.log_path})"))
@@ -83,6 +84,8 @@ class AgentProcess:
         if not (await asyncio.wait([self.ready], timeout=timeout))[0]:
             raise TimeoutError(f"agent process {self.index} was not ready")
         self.ready.result()
+        if self.gone:
+            raise AgentProcessGone(f"{self.gone} (see {self.log_path})")
         number = next(self._numbers)
         future = self._calls[number] = asyncio.get_running_loop().create_future()
         self._writer.write(frame({"call": number, "op": op, "rollout": rollout, "state": state}))

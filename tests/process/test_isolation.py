@@ -99,8 +99,11 @@ def test_a_hanging_step_is_bounded_and_its_process_replaced(tmp_path):
 def test_an_exit_in_user_code_ends_its_calls_and_the_pool_recovers(tmp_path):
     async def body(pool):
         await opened(pool)
+        dead = pool.pick()
         with pytest.raises(AgentProcessGone):
-            await ask(pool, "step", {"action_text": "exit"})
+            await dead.call("step", "r", {"action_text": "exit"}, 20.0)
+        with pytest.raises(AgentProcessGone, match="the agent process ended"):
+            await dead.call("close", "r", None, 1000.0)  # at once, not at its deadline
         for _ in range(100):
             if pool._processes[0].process.poll() is not None:
                 break
