@@ -330,3 +330,20 @@ def test_a_stopped_run_tells_its_worker_and_its_actor_why(started, tmp_path):
             pass
     worker.join(10)
     assert worker.reason == "enough" and broker.process.wait(20) == 1
+
+
+def test_rollouts_of_64_mb_travel_by_reference_and_the_broker_never_holds_them(started, tmp_path):
+    tokens = 64 * MB // 8  # int32 ids and float32 log-probs
+    broker = started(configured(tmp_path, prompts=2, batch=2, lag=0, memory_bytes=64 * MB))
+    before = broker.rss()
+    broker.worker(tokens=lambda lease: tokens, linger=0.0, inline_bytes=8 * MB)
+    actor = broker.actor()
+    actor.begin()
+    step, rollouts = actor.next_batch()
+    assert step == 1 and len(rollouts) == 4
+    assert broker.rss() - before < 32 * MB
+    for rollout in rollouts:
+        lease = {"group_id": rollout.group_id, "sample": rollout.sample, "attempt": rollout.attempt, "prompt": rollout.prompt.to_header()}
+        assert np.array_equal(rollout.segments[0].token_ids, made_rollout(lease, 0, 1.0, tokens).segments[0].token_ids)
+    actor.trained(1)
+    assert actor.next_batch() is None and not list((broker.run / "rollouts").glob("*"))
