@@ -12,12 +12,6 @@ from typing import Any
 
 import numpy as np
 
-STOP_REASONS = ("terminated", "turn_limit", "token_limit")
-"""Why a rollout ended: the task is over, rollout.max_turns was reached, data.max_len was reached."""
-
-FAULTS = ("infrastructure", "data")
-"""Whose fault a failed lease is: infrastructure is retried elsewhere, data is counted and never retried."""
-
 
 @dataclass
 class Prompt:
@@ -102,7 +96,10 @@ class Segment:
 
 @dataclass
 class Rollout:
-    """One finished run of the agent on one prompt; its segments share reward and score."""
+    """One finished run of the agent on one prompt; its segments share reward and score.
+
+    stop_reason: `terminated` (the environment ended), `turn_limit` (rollout.max_turns) or `token_limit` (data.max_len).
+    """
 
     group_id: int
     sample: int

@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -193,6 +194,17 @@ async def cancel_all(tasks: list[asyncio.Task]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def address_towards(host: str, port: int = 9) -> str:
+    """The address of this machine that packets to `host` leave from (nothing is sent).
+
+    Raises OSError if the host is unknown.
+    """
+    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return probe.getsockname()[0]
 
 
 def wait_for_endpoint(run: Path, attempt: int, timeout: float, alive: Callable[[], bool] = lambda: True) -> str:

@@ -62,11 +62,19 @@ class Conductor:
             self._begin_waiting = None
             self.begin(actor, request, version, engines, now)
 
-    def _tell_engines(self, command: str, extra: dict[str, Any] | None = None, frames: list[Any] = (), specs: list[dict] = ()) -> None:
+    def _tell_engines(self, command: str, extra: dict[str, dict[str, Any]] | None = None, frames: list[Any] = (), specs: list[dict] = ()) -> None:
+        """Send a command to every engine of the update, with what `extra` holds for that engine."""
         for engine, (identity, _) in self._engines.items():
-            fields = {"engine": engine, "version": self.update.version, "epoch": self.update.epoch} | (extra or {})
+            fields = {"engine": engine, "version": self.update.version, "epoch": self.update.epoch} | (extra[engine] if extra else {})
             if not self._send(identity, command, fields, frames, specs):
                 self.update.failed(engine, "its worker's connection is closed")
+
+    def _ranks(self) -> tuple[dict[str, int], int]:
+        """Rank of each engine's first worker in the transfer group, and the group's size."""
+        return rank_offsets({engine: size for engine, (_, size) in self._engines.items()})
+
+    def _why_not(self) -> str:
+        return self.update.reason if self.update else "no update is under way"
 
     def engine_answer(self, fields: dict[str, Any], now: float) -> tuple[str, Any] | None:
         """`paused`, `applied`, `resumed` or `failed` of one engine; returns the update's outcome if it has ended."""
@@ -89,21 +97,19 @@ class Conductor:
     def transfer(self, message: wire.Message, request: int) -> None:
         """The trainer is about to send; its plan (opaque here) goes to every engine with its rank."""
         if self.update is None or self.update.phase != Phase.TRANSFERRING:
-            self._reply(self._actor, request, "refused", {"reason": self.describe() or (self.update.reason if self.update else "no update is under way")})
+            self._reply(self._actor, request, "refused", {"reason": self.describe() or self._why_not()})
             return
-        offsets, world = rank_offsets({engine: size for engine, (_, size) in self._engines.items()})
+        offsets, world = self._ranks()
         group = {k: message.fields[k] for k in ("master_address", "master_port", "backend")}
-        for engine, (identity, _) in self._engines.items():
-            fields = {"engine": engine, "version": self.update.version, "epoch": self.update.epoch, "join": self._new_epoch,
-                      "rank_offset": offsets[engine], "world_size": world, "timeout": self._config.timeout, **group}
-            if not self._send(identity, "transfer", fields, message.frames, message.specs):
-                self.update.failed(engine, "its worker's connection is closed")
+        group |= {"join": self._new_epoch, "world_size": world, "timeout": self._config.timeout}
+        extra = {engine: group | {"rank_offset": offset} for engine, offset in offsets.items()}
+        self._tell_engines("transfer", extra, message.frames, message.specs)
         self._reply(self._actor, request, "ok", {})
 
     def sent(self, fields: dict[str, Any], request: int, now: float) -> tuple[str, Any] | None:
         self._request = request
         if self.update is None or self.update.ended:
-            self._reply(self._actor, request, "refused", {"reason": self.update.reason if self.update else "no update is under way"})
+            self._reply(self._actor, request, "refused", {"reason": self._why_not()})
             return None
         if fields.get("failed"):
             self.update.failed("trainer", fields["failed"])
@@ -123,8 +129,7 @@ class Conductor:
 
     def _enter_phase(self, now: float) -> tuple[str, Any] | None:
         if self.update.phase == Phase.TRANSFERRING:
-            offsets, world = rank_offsets({engine: size for engine, (_, size) in self._engines.items()})
-            self._reply(self._actor, self._request, "ok", {"epoch": self.update.epoch, "join": self._new_epoch, "world_size": world})
+            self._reply(self._actor, self._request, "ok", {"epoch": self.update.epoch, "join": self._new_epoch, "world_size": self._ranks()[1]})
         elif self.update.phase == Phase.RESUMING:
             self._tell_engines("resume")
         return self._outcome(now)

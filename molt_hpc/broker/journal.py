@@ -26,8 +26,6 @@ import msgpack
 log = logging.getLogger(__name__)
 
 HEAD = struct.Struct("<III")
-SEGMENT_BYTES = 256 << 20
-"""A segment that has grown beyond this is followed by a new one at the next step."""
 
 
 class JournalError(RuntimeError):

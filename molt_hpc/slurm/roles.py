@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from molt_hpc import config as configuration
+from molt_hpc.broker.client import BrokerClient, address_towards
 from molt_hpc.slurm.topology import Step
 
 log = logging.getLogger(__name__)
@@ -35,17 +36,6 @@ def role_command(step: Step, run: Path, attempt: int, where: str) -> list[str]:
 def node_rank(first: int = 0) -> int:
     """This task's rank among the nodes of its role: Slurm's number of the node in the step, 0 elsewhere."""
     return first + int(os.environ.get("SLURM_NODEID", "0"))
-
-
-def address_towards(host: str, port: int = 9) -> str:
-    """The address of this machine that packets to `host` leave from (nothing is sent).
-
-    Raises OSError if the host is unknown.
-    """
-    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)
-        return probe.getsockname()[0]
 
 
 def free_port(host: str) -> int:
@@ -78,7 +68,6 @@ def meeting_point(run: Path, broker: str, attempt: int, rank: int, nodes: int, t
     """
     if nodes == 1:
         return "127.0.0.1", free_port("127.0.0.1")
-    from molt_hpc.broker.client import BrokerClient
     client = BrokerClient(run, broker, "rendezvous", f"rendezvous_n{rank}", attempt)
     try:
         if rank == 0:

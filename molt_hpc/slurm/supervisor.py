@@ -16,13 +16,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from molt_hpc.broker.client import BrokerClient, Refused, RunStopped, wait_for_endpoint
+from molt_hpc.broker.client import BrokerClient, Refused, RunStopped, address_towards, wait_for_endpoint
 from molt_hpc.config import RunConfig
 from molt_hpc.guard import KILL_PATIENCE
 from molt_hpc.slurm.console import Console, find_reason, last_lines
 from molt_hpc.slurm.leftovers import end_processes
 from molt_hpc.slurm.preflight import broker_step, make_launcher
-from molt_hpc.slurm.roles import RoleCommand, address_towards, role_command
+from molt_hpc.slurm.roles import RoleCommand, role_command
 from molt_hpc.slurm.steps import GUARD_GRACE, Handle, LocalLauncher, Task, describe_code, role_environment
 from molt_hpc.slurm.topology import Step, Topology
 

@@ -10,17 +10,17 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import socket
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
-from molt_hpc.broker.client import BrokerClient, Refused, RunStopped
+from molt_hpc.broker.client import BrokerClient, Refused, RunStopped, address_towards
 from molt_hpc.config import RunConfig, load
 from molt_hpc.data.references import resolve
 from molt_hpc.data.shards import build_batch, shard_path, write_shard
@@ -146,15 +146,6 @@ class Loop:
         self.client.request("step_done", {"metrics": record}, timeout=60)
 
 
-def local_address(broker: str) -> str:
-    """The address of this host's interface towards the broker; engines reach the trainer there."""
-    host, port = broker.removeprefix("tcp://").rsplit(":", 1)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host.strip("[]"), int(port)))  # sends nothing: only chooses the route
-        return probe.getsockname()[0]
-
-
 def run_rank(run: Path, config: RunConfig, broker: str, attempt: int) -> None:
     """Everything of one rank, in an initialised process group."""
     rank = dist.get_rank()
@@ -165,7 +156,8 @@ def run_rank(run: Path, config: RunConfig, broker: str, attempt: int) -> None:
     total, trained = steps.tolist()
     actor = Actor(config, total)
     dtype = None if config.vllm.dtype == "auto" else getattr(torch, config.vllm.dtype)
-    sender = make_sender(config.weights.backend, actor.weights(dtype), rank, local_address(broker), config.weights.bucket_bytes, config.weights.timeout)
+    target = urlsplit(broker)  # the engines reach this rank on the interface that leads to the broker
+    sender = make_sender(config.weights.backend, actor.weights(dtype), rank, address_towards(target.hostname, target.port), config.weights.bucket_bytes, config.weights.timeout)
     publisher = Publisher(client, sender, config.weights.timeout, config.launch.roll_call_timeout)
     if client:
         client.request("ready")

@@ -99,6 +99,7 @@ def test_a_killed_supervisor_takes_all_nodes_down(submit):
     os.kill(batch_process(job), signal.SIGKILL)
     job.wait_end()
     wait_until(lambda: not find_processes(job.run_id()), "the end of all processes", 60, job)
+    assert find_processes(job.run_id()) == []
 
 
 def test_sbatch_script_hands_every_argument_on_and_python_gets_the_signal(cluster, tmp_path):
