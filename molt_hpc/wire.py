@@ -1,25 +1,26 @@
 """Frames on a socket: one small msgpack header, then raw little-endian buffers.
 
 A message is a list of frames. Frame 0 is the header: schema number, kind, fields, and for every
-array its name, dtype, shape and CRC-32. The frames after it are the arrays' bytes; whoever only
+array its name, dtype, shape and XXH3-64 checksum. The frames after it are the arrays' bytes; whoever only
 relays a message never looks into them. Nothing on a socket is ever unpickled.
 """
 
 from __future__ import annotations
 
 import math
-import zlib
 from dataclasses import dataclass
 from typing import Any
 
 import msgpack
 import numpy as np
+import xxhash
 
-SCHEMA = 1
+SCHEMA = 2
 HEADER_LIMIT = 8 << 20
 """Bytes of the largest header. Prompts travel in headers; bulk data does not."""
 
-DTYPES = frozenset({"<i2", "<i4", "<i8", "<f4", "<f8", "|u1", "|b1"})
+DTYPES = {"<i2": 2, "<i4": 4, "<i8": 8, "<f4": 4, "<f8": 8, "|u1": 1, "|b1": 1}
+"""Bytes of one element of every dtype that travels."""
 
 
 class WireError(ValueError):
@@ -49,7 +50,7 @@ def encode(kind: str, fields: dict[str, Any] | None = None, arrays: dict[str, np
         if dtype not in DTYPES:
             raise WireError(f"{kind}: array {name} has dtype {value.dtype}, which does not travel")
         buffer = value.reshape(-1).view(np.uint8)
-        specs.append({"name": name, "dtype": dtype, "shape": list(value.shape), "crc": zlib.crc32(buffer)})
+        specs.append({"name": name, "dtype": dtype, "shape": list(value.shape), "xxh3": xxhash.xxh3_64_intdigest(buffer)})
         frames.append(buffer)
     try:
         header = msgpack.packb({"schema": SCHEMA, "kind": kind, "fields": fields or {}, "arrays": specs})
@@ -112,15 +113,15 @@ def _header(frame: Any) -> dict[str, Any]:
 
 def _spec_ok(spec: Any) -> bool:
     return (isinstance(spec, dict) and isinstance(spec.get("name"), str) and isinstance(spec.get("dtype"), str) and spec["dtype"] in DTYPES
-            and isinstance(spec.get("crc"), int) and isinstance(spec.get("shape"), list)
+            and isinstance(spec.get("xxh3"), int) and isinstance(spec.get("shape"), list)
             and all(isinstance(n, int) and n >= 0 for n in spec["shape"]))
 
 
 def _expected_bytes(kind: str, spec: dict[str, Any]) -> int:
-    return math.prod(spec["shape"]) * np.dtype(spec["dtype"]).itemsize
+    return math.prod(spec["shape"]) * DTYPES[spec["dtype"]]
 
 
 def _array(kind: str, spec: dict[str, Any], frame: Any) -> np.ndarray:
-    if zlib.crc32(frame) != spec["crc"]:
+    if xxhash.xxh3_64_intdigest(frame) != spec["xxh3"]:
         raise WireError(f"{kind}: array {spec['name']} is damaged (checksum)")
     return np.frombuffer(frame, spec["dtype"]).reshape(spec["shape"])

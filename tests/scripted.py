@@ -131,7 +131,7 @@ class ScriptedWorker(threading.Thread):
 
     def run(self) -> None:
         self._send("ready", {"engines": {self.engine: 1}})
-        self._send("credits", {"count": self.credits})
+        self._send("credits", {"credits": self.credits})
         while not self.ended.is_set() and self.reason is None:
             if self.client._socket.poll(2 if self.held else 50):
                 self._receive(wire.decode(self.client._socket.recv_multipart()))
@@ -148,10 +148,10 @@ class ScriptedWorker(threading.Thread):
             answer = {"pause": "paused", "transfer": "applied", "resume": "resumed"}[message.kind]
             own = {"engine": self.engine, "version": self.version, "epoch": fields["epoch"], "checksum": "aa"}
             self._send("engine_answer", {"answer": answer} | own)
-        elif message.kind == "lease":
-            self.held.append(fields)
-        elif message.kind == "accepted":
-            self.sizes.pop(fields["lease"], None)
+        elif message.kind == "leases":
+            self.held += fields["leases"]
+            for lease in fields["accepted"]:
+                self.sizes.pop(lease, None)
 
     def _answer(self) -> None:
         random.shuffle(self.held)
@@ -162,7 +162,8 @@ class ScriptedWorker(threading.Thread):
         self.held = waiting
 
     def _send_rollout(self, lease: dict) -> bool:
-        frames = wire.encode("rollout", *made_rollout(lease, self.version, self.score(lease), self.tokens(lease)).to_wire())
+        fields, arrays = made_rollout(lease, self.version, self.score(lease), self.tokens(lease)).to_wire()
+        frames = wire.encode("rollout", fields | {"credits": 1}, arrays)
         if self.sizes and sum(self.sizes.values()) + size_of(frames) > self.window:
             return False
         if size_of(frames) > self.inline_bytes:
@@ -170,7 +171,6 @@ class ScriptedWorker(threading.Thread):
         self.sizes[lease["id"]] = size_of(frames)
         self.client._socket.send_multipart(frames)
         self.sent.append(lease["id"])
-        self._send("credits", {"count": 1})
         return True
 
     def close(self) -> None:

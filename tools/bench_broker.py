@@ -42,7 +42,7 @@ def _produce(run: Path, address: str, size: int) -> None:
     client = BrokerClient(run, address, "rollout", "rollout_n0", 1)
     socket, payload = client._socket, np.zeros(size, np.uint8)
     socket.send_multipart(wire.encode("ready", {"engines": {"e0": 1}}))
-    socket.send_multipart(wire.encode("credits", {"count": CREDITS}))
+    socket.send_multipart(wire.encode("credits", {"credits": CREDITS}))
     answers = {"pause": "paused", "transfer": "applied", "resume": "resumed"}
     while socket.poll(20_000):
         message = wire.decode(socket.recv_multipart())
@@ -52,10 +52,9 @@ def _produce(run: Path, address: str, size: int) -> None:
         if message.kind in answers:
             socket.send_multipart(wire.encode("engine_answer", {"answer": answers[message.kind], "engine": "e0", "version": fields["version"],
                                                                 "epoch": fields["epoch"], "checksum": "x"}))
-        elif message.kind == "lease":
-            head = {k: fields[k] for k in ("group_id", "sample", "attempt")}
+        for lease in fields.get("leases", ()):
+            head = {k: lease[k] for k in ("group_id", "sample", "attempt")} | {"credits": 1}
             socket.send_multipart(wire.encode("rollout", head, {"payload": payload}), copy=False)
-            socket.send_multipart(wire.encode("credits", {"count": 1}))
 
 
 def _update(client: BrokerClient, version: int) -> None:

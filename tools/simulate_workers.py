@@ -77,13 +77,10 @@ class ScriptedWorker:
 
     def on_welcome(self, fields: dict[str, Any]) -> None:
         self.send("ready", {"engines": {f"{self.name}_e0": 1}, "request": 2})
-        self.ask(self.fleet.load.slots + self.fleet.load.prefetch)
+        self.send("credits", self.ask(self.fleet.load.slots + self.fleet.load.prefetch))
 
     def on_ok(self, fields: dict[str, Any]) -> None:
         self.fleet.control.send_bytes(b"up")
-
-    def on_accepted(self, fields: dict[str, Any]) -> None:
-        """The broker has the rollout on disk; a real worker frees its window."""
 
     def on_refused(self, fields: dict[str, Any]) -> None:
         raise RuntimeError(f"{self.name}: the broker refuses: {fields['reason']}")
@@ -92,9 +89,11 @@ class ScriptedWorker:
         self.stopped = True
         self.fleet.left.discard(self.index)
 
-    def on_lease(self, fields: dict[str, Any]) -> None:
-        self.fleet.leases.extend((self.credits.popleft(), time.monotonic(), fields["group_id"], fields["attempt"]))
-        self.queue.append(fields)
+    def on_leases(self, fields: dict[str, Any]) -> None:
+        """New leases; `accepted` names rollouts that the broker has on disk, for which a real worker frees its window."""
+        for lease in fields["leases"]:
+            self.fleet.leases.extend((self.credits.popleft(), time.monotonic(), lease["group_id"], lease["attempt"]))
+            self.queue.append(lease)
         self._fill()
 
     def on_pause(self, fields: dict[str, Any]) -> None:
@@ -121,9 +120,10 @@ class ScriptedWorker:
 
     # rollouts ------------------------------------------------------------------------------
 
-    def ask(self, count: int) -> None:
+    def ask(self, count: int) -> dict[str, int]:
+        """The field of a message that asks for so many leases."""
         self.credits.extend([time.monotonic()] * count)
-        self.send("credits", {"count": count})
+        return {"credits": count}
 
     def _fill(self) -> None:
         while self.queue and len(self.running) < self.fleet.load.slots:
@@ -152,14 +152,13 @@ class ScriptedWorker:
         lease = self.running.pop(lease_id)
         self._log_piece(lease, time.monotonic())
         fields, ordinal = lease[0], lease[0]["prompt"]["ordinal"]
-        head = {k: fields[k] for k in ("group_id", "sample", "attempt")}
+        head = {k: fields[k] for k in ("group_id", "sample", "attempt")} | self.ask(1)
         if self.faulty(fields):
             self.send("fault", head | {"fault": "infrastructure", "reason": "scripted"})
         else:
             seconds = float(self.fleet.lengths[ordinal, fields["sample"]])
             size = int(self.fleet.load.payload_bytes * seconds / self.fleet.load.mean_seconds)
             self.send("rollout", head | {"ordinal": ordinal, "seconds": seconds, "score": 1.0}, {"payload": self.fleet.payload[:size]})
-        self.ask(1)
         self._fill()
         self.receive()
 

@@ -53,8 +53,9 @@ class Fleet:
 
     def ask(self, peer: Peer, count: int) -> None:
         """A worker asks for `count` more leases."""
-        peer.credits += count
-        self._asking.setdefault(peer.identity, peer)
+        if count > 0:
+            peer.credits += count
+            self._asking.setdefault(peer.identity, peer)
 
     def granted(self, peer: Peer) -> None:
         """A worker was given one of the leases that it has asked for."""

@@ -7,6 +7,9 @@ from typing import Any
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+MORE, NOW = int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.NOBLOCK)
+"""Plain numbers: an enumeration's arithmetic would cost as much as the send."""
+
 
 class AllowedKey:
     """Lets in whoever holds the run's role key, and nobody else."""
@@ -39,10 +42,20 @@ class Front:
         name = f"[{host}]" if ":" in host else host
         self.address = f"tcp://{name}:{self.socket.bind_to_random_port(f'tcp://{name}')}"
 
+    def receive(self) -> list[zmq.Frame] | None:
+        """The frames of the next message, the sender's identity first; None if there is none now."""
+        try:
+            return self.socket.recv_multipart(NOW, copy=False)
+        except zmq.Again:
+            return None
+
     def send(self, identity: bytes, frames: list[Any]) -> bool:
         """Send without ever waiting. False if the peer is not connected any more."""
         try:
-            self.socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
+            self.socket.send(identity, MORE)
+            for frame in frames[:-1]:
+                self.socket.send(frame, MORE, copy=False)
+            self.socket.send(frames[-1], NOW, copy=False)
             return True
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):

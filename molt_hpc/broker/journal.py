@@ -16,6 +16,7 @@ import os
 import struct
 import threading
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ import msgpack
 log = logging.getLogger(__name__)
 
 HEAD = struct.Struct("<III")
+WRITE_PARTS = 512
+"""Buffers of one write; the kernel takes at most 1024."""
 
 
 class JournalError(RuntimeError):
@@ -58,44 +61,53 @@ class Journal:
         self.folder = folder
         self._file: int | None = None
         self._lock = threading.Lock()
+        self._buffered: list[Any] = []
         self.start_segment(number, snapshot)
 
     def start_segment(self, number: int, snapshot: dict[str, Any]) -> None:
         """Begin a segment with a snapshot; the one before is complete and never written again."""
+        self.flush()
         temporary = segment_path(self.folder, number).with_suffix(".tmp")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         self.number, self.size = number, 0
         with self._lock:
             previous, self._file = self._file, descriptor
         self.append({"kind": "snapshot", "state": snapshot})
+        self.flush()
         os.fdatasync(descriptor)
         os.replace(temporary, segment_path(self.folder, number))
         if previous is not None:
             os.close(previous)
 
     def append(self, record: dict[str, Any], frames: list[Any] = ()) -> Place:
-        """Write one record, with the frames of a rollout behind it. Returns where the frames lie."""
+        """Add one record, with the frames of a rollout behind it; `flush` writes it. Returns where the frames lie."""
         lengths = tuple(len(f) for f in frames)
         body = msgpack.packb(record | {"frames": lengths} if frames else record)
         # the CRC covers the record; a rollout's frames carry their own checksums in its header
         length = len(body) + sum(lengths) + 4
         head = HEAD.pack(length, zlib.crc32(length.to_bytes(4, "little")), zlib.crc32(body)) + len(body).to_bytes(4, "little")
-        self._write([head, body, *frames])
+        self._buffered += (head, body, *frames)
         place = Place(self.number, self.size + len(head) + len(body), lengths)
         self.size += HEAD.size + length
         return place
 
+    def flush(self) -> None:
+        """Write what was appended since the last time: nothing may be acknowledged before."""
+        parts, self._buffered = self._buffered, []
+        for first in range(0, len(parts), WRITE_PARTS):
+            self._write(parts[first:first + WRITE_PARTS])
+
     def _write(self, parts: list[Any]) -> None:
-        views = [memoryview(part).cast("B") for part in parts if len(part)]
+        views = deque(memoryview(part).cast("B") for part in parts if len(part))
         while views:
             written = os.writev(self._file, views)
             while views and written >= len(views[0]):
-                written -= len(views.pop(0))
+                written -= len(views.popleft())
             if views and written:
                 views[0] = views[0][written:]
 
     def sync(self) -> None:
-        """Make everything that was appended so far durable; may be called from another thread."""
+        """Make everything that was flushed so far durable; may be called from another thread."""
         with self._lock:
             descriptor = os.dup(self._file)
         try:
@@ -104,7 +116,7 @@ class Journal:
             os.close(descriptor)
 
     def read(self, place: Place) -> list[bytes]:
-        """The frames of a rollout."""
+        """The frames of a rollout that was flushed."""
         with open(segment_path(self.folder, place.segment), "rb") as file:
             file.seek(place.offset)
             frames = [file.read(length) for length in place.lengths]
@@ -120,6 +132,7 @@ class Journal:
 
     def close(self) -> None:
         if self._file is not None:
+            self.flush()
             self.sync()
             os.close(self._file)
             self._file = None

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 TICK = 0.2
 """Seconds between two looks at the deadlines."""
-BURST = 256
+BURST = 128
 """Messages taken from the socket before leases are given and batches shipped again."""
 FAULT_WINDOW, FAULT_MINIMUM = 64, 16
 """The data-fault rate is taken over the last 64 ended rollouts, once 16 have ended."""
@@ -68,6 +68,7 @@ class Broker:
         self.step_lines: list[str] = []
         self.bad_frames: Counter[str] = Counter()
         self.outcomes: deque[bool] = deque(maxlen=FAULT_WINDOW)
+        self.answers: dict[bytes, dict[str, list[Any]]] = {}
         self.batch_request: tuple[bytes, int, float] | None = None
         self.stale = False
         self.next_report = 0.0
@@ -85,6 +86,7 @@ class Broker:
     # the socket ----------------------------------------------------------------------------
 
     def _send(self, identity: bytes, kind: str, fields: dict[str, Any], frames: list[Any] = (), specs: list[dict] = ()) -> bool:
+        self.store.flush()
         return self.front.send(identity, [wire.relay_header(kind, fields, specs), *frames])
 
     def _reply(self, identity: bytes, request: int, kind: str, fields: dict[str, Any]) -> None:
@@ -98,9 +100,8 @@ class Broker:
             self.front.socket.poll(TICK * 1000)
             began = time.monotonic()
             for _ in range(BURST):
-                try:
-                    frames = self.front.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                except zmq.Again:
+                frames = self.front.receive()
+                if frames is None:
                     break
                 self._receive(frames)
             if began >= next_tick:
@@ -108,7 +109,9 @@ class Broker:
                 next_tick = time.monotonic() + TICK
             self._begin_epochs()
             self._give_leases()
+            self._answer_workers()
             self._ship()
+            self.store.flush()
             self.outgoing.pump()
             self.loop_seconds.append(time.monotonic() - began)
         self._say_goodbye()
@@ -272,7 +275,7 @@ class Broker:
     # rollout workers -----------------------------------------------------------------------
 
     def on_credits(self, peer: Peer, message: wire.Message, request: int) -> None:
-        self.fleet.ask(peer, int(message.fields["count"]))
+        self.fleet.ask(peer, int(message.fields["credits"]))
 
     def on_heartbeat(self, peer: Peer, message: wire.Message, request: int) -> None:
         peer.progress = {k: message.fields.get(k) for k in ("running", "rollouts", "sampled_tokens")}
@@ -298,7 +301,8 @@ class Broker:
             self.outcomes.append(True)
         elif "reference" in fields:
             remove_reference(self.run, fields["reference"])
-        self._send(peer.identity, "accepted", {"lease": f"{key[0]}.{key[1]}.{fields['attempt']}"})
+        self._answer(peer, "accepted", f"{key[0]}.{key[1]}.{fields['attempt']}")
+        self.fleet.ask(peer, int(fields.get("credits", 0)))
 
     def _forget_if_ended(self, group: int) -> None:
         if group not in self.ledger.groups:
@@ -308,6 +312,7 @@ class Broker:
 
     def on_fault(self, peer: Peer, message: wire.Message, request: int) -> None:
         fields = message.fields
+        self.fleet.ask(peer, int(fields.get("credits", 0)))
         if not self.ledger.fault(fields["group_id"], fields["sample"], fields["attempt"], fields["fault"], fields["reason"], time.time()):
             return
         self.store.commit()
@@ -350,11 +355,19 @@ class Broker:
                 if grant is None:
                     return
                 self.fleet.granted(peer)
-                if not self._send(peer.identity, "lease", self._lease(grant).to_header()):
-                    self._lose(peer, "its connection is closed")
+                self._answer(peer, "leases", self._lease(grant).to_header())
+                if peer.credits == 0:
                     hungry.remove(peer)
-                elif peer.credits == 0:
-                    hungry.remove(peer)
+
+    def _answer(self, peer: Peer, what: str, value: Any) -> None:
+        self.answers.setdefault(peer.identity, {"leases": [], "accepted": []})[what].append(value)
+
+    def _answer_workers(self) -> None:
+        """One message for each worker that got leases or whose rollouts were taken in this turn of the loop."""
+        answers, self.answers = self.answers, {}
+        for identity, fields in answers.items():
+            if not self._send(identity, "leases", fields) and identity in self.fleet.peers:
+                self._lose(self.fleet.peers[identity], "its connection is closed")
 
     def _lease(self, grant: Grant) -> Lease:
         group = grant.group

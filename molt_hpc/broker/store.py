@@ -13,7 +13,7 @@ from molt_hpc.broker.recovery import Places, next_segment, snapshot
 
 log = logging.getLogger(__name__)
 
-SYNC_INTERVAL = 0.1
+SYNC_INTERVAL = 0.5
 """Seconds between two looks of the thread that makes closed groups durable."""
 SEGMENT_BYTES = 256 << 20
 """A journal segment that has grown beyond this is followed by a new one after the next step."""
@@ -48,6 +48,10 @@ class Store:
             if group is None or group.unsettled == 0:
                 self._dirty.set()
 
+    def flush(self) -> None:
+        """Write what was committed; comes before every message that acknowledges it."""
+        self._journal.flush()
+
     def size(self, group: int, sample: int) -> int:
         """Bytes of a finished rollout's frames."""
         return sum(self._places[group, sample].lengths)
@@ -66,6 +70,7 @@ class Store:
 
     def step_done(self) -> None:
         """Make a finished step durable; begin a new segment if this one has grown large."""
+        self._journal.flush()
         self._journal.sync()
         if self._journal.size > SEGMENT_BYTES:
             next_segment(self._journal, self._ledger, self._places)

@@ -89,7 +89,7 @@ class Worker:
         seconds = await asyncio.gather(*(e.wait_healthy() for e in self.engines.values()))
         log.info("%d engines are healthy after %.1f s", len(seconds), max(seconds))
         await self.client.send("ready", {"engines": {e.name: e.world_size for e in self.engines.values()}})
-        await self.client.send("credits", {"count": config.rollout.concurrency})
+        await self.client.send("credits", {"credits": config.rollout.concurrency})
 
     def _watch(self, coroutine: Any) -> asyncio.Task:
         """A background task whose error ends the worker."""
@@ -106,10 +106,11 @@ class Worker:
         while True:
             message = await self.client.receive()
             fields = message.fields
-            if message.kind == "lease":
-                self._start_lease(Lease.from_header(fields))
-            elif message.kind == "accepted":
-                self.window.release(fields["lease"])
+            if message.kind == "leases":
+                for lease in fields["accepted"]:
+                    self.window.release(lease)
+                for lease in fields["leases"]:
+                    self._start_lease(Lease.from_header(lease))
             elif message.kind == "cancel":
                 if fields["lease"] in self.leases:
                     self.leases[fields["lease"]][0].cancel()
@@ -197,22 +198,28 @@ class Worker:
                               f"no result within {lease.timeout:.0f} s (agent.timeout): {error or 'the engine was still generating'}")
         except ValueError as error:
             await self._fault(lease, "data", str(error), traceback.format_exc())
+        except asyncio.CancelledError:
+            await self.client.send("credits", self._credit())
+            raise
         finally:
             episode.agent.load -= 1
             self.leases.pop(lease.id, None)
-            if not self.draining:
-                await self.client.send("credits", {"count": 1})
+
+    def _credit(self) -> dict[str, int]:
+        """What the end of a lease asks for: another one, unless this worker drains."""
+        return {"credits": 0 if self.draining else 1}
 
     async def _send_rollout(self, lease: Lease, rollout: Rollout) -> None:
         """Send a rollout, by reference if it is large, and not before the window has room for it."""
-        frames = wire.encode("rollout", *rollout.to_wire())
+        fields, arrays = rollout.to_wire()
+        frames = wire.encode("rollout", fields | self._credit(), arrays)
         if size_of(frames) > self.config.broker.inline_bytes:
             frames = await asyncio.to_thread(by_reference, self.run, lease.id, frames)
         await self.window.take(lease.id, size_of(frames))
         await self.client.send_frames(frames)
 
     async def _fault(self, lease: Lease, kind: str, reason: str, trace: str = "") -> None:
-        await self.client.send("fault", {"group_id": lease.group_id, "sample": lease.sample, "attempt": lease.attempt, "fault": kind,
+        await self.client.send("fault", {"group_id": lease.group_id, "sample": lease.sample, "attempt": lease.attempt, "fault": kind, **self._credit(),
                                          "reason": reason, "traceback": trace, "prompt": lease.prompt.to_header()})
 
 

@@ -46,7 +46,7 @@ class ScriptedWorker(threading.Thread):
         socket = self.client._socket
         send = lambda kind, fields, arrays=None: socket.send_multipart(wire.encode(kind, fields, arrays))
         send("ready", {"engines": {"e0": 1}})
-        send("credits", {"count": 3})
+        send("credits", {"credits": 3})
         version = -1
         while True:
             if not socket.poll(20_000):
@@ -60,12 +60,12 @@ class ScriptedWorker(threading.Thread):
                 version = fields["version"]
                 answer = {"pause": "paused", "transfer": "applied", "resume": "resumed"}[message.kind]
                 send("engine_answer", {"answer": answer, "engine": "e0", "version": version, "epoch": fields["epoch"], "checksum": "aa"})
-            elif message.kind == "lease" and self.fault:
-                send("fault", {k: fields[k] for k in ("group_id", "sample", "attempt")} | {"fault": self.fault, "reason": "scripted"})
-                send("credits", {"count": 1})
-            elif message.kind == "lease":
-                send("rollout", *made_rollout(fields, version).to_wire())
-                send("credits", {"count": 1})
+            for lease in fields.get("leases", ()):
+                if self.fault:
+                    send("fault", {k: lease[k] for k in ("group_id", "sample", "attempt")} | {"fault": self.fault, "reason": "scripted", "credits": 1})
+                else:
+                    header, arrays = made_rollout(lease, version).to_wire()
+                    send("rollout", header | {"credits": 1}, arrays)
 
 
 def publish(client, version):

@@ -243,7 +243,7 @@ def fuzz(draw):
     if kind == 0:
         return [draw.randbytes(draw.randrange(60)) for _ in range(draw.randrange(1, 4))]
     fields = {name: draw.choice(VALUES) for name in draw.sample(FIELDS, draw.randrange(8))}
-    spec = {"name": "a", "dtype": draw.choice(VALUES), "shape": [0], "crc": 0}
+    spec = {"name": "a", "dtype": draw.choice(VALUES), "shape": [0], "xxh3": 0}
     arrays = draw.choice([[], [], draw.choice(VALUES), [draw.choice(VALUES)], [spec]])
     named = fields | {"name": "fuzz", "role": draw.choice(["tool", 7, None])}
     frames = [msgpack.packb({"schema": wire.SCHEMA, "kind": draw.choice(WORKER_KINDS), "fields": named, "arrays": arrays})]

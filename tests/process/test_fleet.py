@@ -27,8 +27,8 @@ class FailingWorker(ScriptedWorker):
     """Reports an infrastructure fault for every lease."""
 
     def _send_rollout(self, lease):
-        self._send("fault", {k: lease[k] for k in ("group_id", "sample", "attempt")} | {"fault": "infrastructure", "reason": "the disk is full"})
-        self._send("credits", {"count": 1})
+        self._send("fault", {k: lease[k] for k in ("group_id", "sample", "attempt")} | {"fault": "infrastructure", "reason": "the disk is full",
+                             "credits": 1})
         return True
 
 

@@ -41,6 +41,7 @@ class LedgerMachine(RuleBasedStateMachine):
             place = self.journal.append(event, frames if finished else ())
             if finished:
                 self.places[event["group"], event["sample"]] = place
+        self.journal.flush()
 
     taken = 0
 
