@@ -149,7 +149,7 @@ class BrokerConfig:
     max_worker_faults: int = opt(8, "infrastructure faults in a row after which a worker gets no more leases")
     max_filtered_groups: int = opt(1000, "groups filtered in a row that stop the run")
     memory_bytes: int = opt(4 << 30, "finished rollouts kept in memory; beyond it they are read back from the journal")
-    inline_bytes: int = opt(8 << 20, "a rollout larger than this travels by reference through a file in the run folder")
+    inline_bytes: int = opt(32 << 10, "a rollout larger than this travels by reference: its worker appends it to a file in the run folder")
     max_fault_rate: float = opt(0.5, "share of faulty rollouts among the last 64 ended ones that stops the run")
     max_message_bytes: int = opt(1 << 30, "largest message that a socket takes")
 

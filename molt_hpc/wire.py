@@ -68,7 +68,7 @@ def decode(frames: list[Any], max_bytes: int = 1 << 30) -> Message:
     total = sum(_size(frame) for frame in frames)
     if total > max_bytes:
         raise WireError(f"a message of {total} bytes, the limit is {max_bytes} (broker.max_message_bytes)")
-    header = _header(frames[0])
+    header = decode_header(frames[0])
     specs = header["arrays"]
     if len(specs) != len(frames) - 1:
         raise WireError(f"{header['kind']}: the header names {len(specs)} arrays, {len(frames) - 1} frames came")
@@ -93,7 +93,8 @@ def _size(frame: Any) -> int:
     return frame.nbytes if isinstance(frame, np.ndarray) else len(frame)
 
 
-def _header(frame: Any) -> dict[str, Any]:
+def decode_header(frame: Any) -> dict[str, Any]:
+    """{kind, fields, arrays} of a message's first frame. Raises WireError if it is none."""
     raw = bytes(frame) if _size(frame) <= HEADER_LIMIT else None
     if raw is None:
         raise WireError(f"a header of {_size(frame)} bytes, the limit is {HEADER_LIMIT}")

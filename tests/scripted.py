@@ -25,7 +25,7 @@ import zmq
 from molt_hpc import wire
 from molt_hpc.broker.client import BrokerClient, RunStopped, create_keys, read_keys, wait_for_endpoint
 from molt_hpc.config import RunConfig, dump
-from molt_hpc.data.references import by_reference, resolve, size_of
+from molt_hpc.data.references import Producer, resolve, size_of
 from molt_hpc.guard import guarded
 from molt_hpc.records import Prompt, Rollout, Segment
 
@@ -119,7 +119,7 @@ class ScriptedWorker(threading.Thread):
                  score: Callable[[dict], float] = lambda lease: 1.0, tokens: Callable[[dict], int] = lambda lease: 4,
                  linger: float = 0.3, inline_bytes: int = 1 << 62, name: str = "rollout_n0"):
         super().__init__(daemon=True)
-        self.run_folder, self.inline_bytes = broker.run, inline_bytes
+        self.inline_bytes, self.producer = inline_bytes, Producer(broker.run, name, file_bytes=2000)
         self.client = BrokerClient(broker.run, broker.address, "rollout", name, attempt)
         self.credits, self.score, self.tokens, self.linger, self.engine = credits, score, tokens, linger, f"{name}_e0"
         self.window, self.sizes, self.held, self.sent = self.client.welcome["window_bytes"], {}, [], []
@@ -167,7 +167,7 @@ class ScriptedWorker(threading.Thread):
         if self.sizes and sum(self.sizes.values()) + size_of(frames) > self.window:
             return False
         if size_of(frames) > self.inline_bytes:
-            frames = by_reference(self.run_folder, lease["id"], frames)
+            (frames,) = self.producer.put([frames])
         self.sizes[lease["id"]] = size_of(frames)
         self.client._socket.send_multipart(frames)
         self.sent.append(lease["id"])

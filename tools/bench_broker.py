@@ -1,7 +1,9 @@
 """Rollouts a second through the broker, beside a bare ROUTER/DEALER relay of the same payloads.
 
-The producer and the consumer are the same in both cases: one process that makes rollouts as fast as it is allowed
-to, and this process that takes them. Both relays are measured with CURVE, the bare one without it as well.
+The producer and the consumer are the same in all cases: one process that makes rollouts as fast as it is allowed
+to, and this process that takes them. The broker is measured as it is configured by default, where a payload beyond
+broker.inline_bytes goes through a file of its producer, and with every payload on the socket (`inline`); the bare
+relay with CURVE, which the broker's sockets have, and without.
 """
 
 from __future__ import annotations
@@ -18,29 +20,32 @@ from bench_run import actor_client, base_config, running_broker
 
 from molt_hpc import wire
 from molt_hpc.broker.client import BrokerClient
+from molt_hpc.config import BrokerConfig
+from molt_hpc.data.references import Producer, resolve
 
-CREDITS = 64
-BATCH, SAMPLES = 32, 8
+CREDITS = 128
+BATCH, SAMPLES = 64, 8
 
 
 def measure(sizes: list[int], seconds: float) -> dict[str, Any]:
-    """One row a payload size: rollouts/s and MB/s of the broker, of the bare relays, and their ratio."""
+    """One row a payload size: rollouts/s and MB/s of the broker, of the bare relays, and their ratios."""
     rows = []
     for size in sizes:
-        broker = _broker(size, seconds)
+        broker, inline = _broker(size, seconds, BrokerConfig().inline_bytes), _broker(size, seconds, 1 << 30)
         bare, plain = _bare(size, seconds, True), _bare(size, seconds, False)
-        rows.append({"payload_bytes": size, "broker_per_s": broker, "broker_mb_per_s": broker * size / 1e6, "bare_curve_per_s": bare,
-                     "bare_plain_per_s": plain, "ratio_to_bare_curve": broker / bare, "ratio_to_bare_plain": broker / plain})
+        rows.append({"payload_bytes": size, "broker_per_s": broker, "broker_mb_per_s": broker * size / 1e6, "inline_per_s": inline,
+                     "bare_curve_per_s": bare, "bare_plain_per_s": plain, "ratio_to_bare_curve": broker / bare,
+                     "ratio_to_bare_plain": broker / plain, "inline_to_bare_curve": inline / bare})
     return {"part": "broker", "rows": rows}
 
 
 # through the broker ----------------------------------------------------------------------------
 
 
-def _produce(run: Path, address: str, size: int) -> None:
+def _produce(run: Path, address: str, size: int, inline_bytes: int) -> None:
     """A scripted rollout worker: answers each lease with a payload of `size` bytes, and updates at once."""
     client = BrokerClient(run, address, "rollout", "rollout_n0", 1)
-    socket, payload = client._socket, np.zeros(size, np.uint8)
+    socket, payload, producer = client._socket, np.zeros(size, np.uint8), Producer(run, "rollout_n0")
     socket.send_multipart(wire.encode("ready", {"engines": {"e0": 1}}))
     socket.send_multipart(wire.encode("credits", {"credits": CREDITS}))
     answers = {"pause": "paused", "transfer": "applied", "resume": "resumed"}
@@ -52,9 +57,10 @@ def _produce(run: Path, address: str, size: int) -> None:
         if message.kind in answers:
             socket.send_multipart(wire.encode("engine_answer", {"answer": answers[message.kind], "engine": "e0", "version": fields["version"],
                                                                 "epoch": fields["epoch"], "checksum": "x"}))
-        for lease in fields.get("leases", ()):
-            head = {k: lease[k] for k in ("group_id", "sample", "attempt")} | {"credits": 1}
-            socket.send_multipart(wire.encode("rollout", head, {"payload": payload}), copy=False)
+        heads = [{k: lease[k] for k in ("group_id", "sample", "attempt")} | {"credits": 1} for lease in fields.get("leases", ())]
+        messages = [wire.encode("rollout", head, {"payload": payload}) for head in heads]
+        for frames in producer.put(messages) if messages and size > inline_bytes else messages:
+            socket.send_multipart(frames, copy=False)
 
 
 def _update(client: BrokerClient, version: int) -> None:
@@ -63,28 +69,28 @@ def _update(client: BrokerClient, version: int) -> None:
     client.request("update_sent", {"version": version, "checksum": "x"})
 
 
-def _broker(size: int, seconds: float) -> float:
+def _broker(size: int, seconds: float, inline_bytes: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         config = base_config(Path(folder), 200_000 if size < 100_000 else 20_000)
         config.rollout.batch_size, config.rollout.n_samples_per_prompt, config.train.max_lag = BATCH, SAMPLES, 1
         with running_broker(config) as (run, address):
-            producer = multiprocessing.get_context("spawn").Process(target=_produce, args=(run, address, size), daemon=True)
+            producer = multiprocessing.get_context("spawn").Process(target=_produce, args=(run, address, size, inline_bytes), daemon=True)
             producer.start()
             client = actor_client(run, address)
             _update(client, 0)
-            rate = _consume(client, seconds)
+            rate = _consume(run, client, seconds)
             client.close()
             producer.kill()
             producer.join()
     return rate
 
 
-def _consume(client: BrokerClient, seconds: float) -> float:
+def _consume(run: Path, client: BrokerClient, seconds: float) -> float:
     count, started = 0, 0.0
     while True:
         batch = client.call("next_batch", timeout=60)
         for _ in range(batch.fields["rollouts"]):
-            client.receive("rollout", 60)
+            resolve(run, client.receive("rollout", 60))
         step = batch.fields["step"]
         client.request("trained", {"step": step})
         _update(client, step)

@@ -115,12 +115,12 @@ class Journal:
         finally:
             os.close(descriptor)
 
-    def read(self, place: Place) -> list[bytes]:
-        """The frames of a rollout that was flushed."""
+    def read(self, place: Place, count: int | None = None) -> list[bytes]:
+        """The first `count` frames (None: all) of a rollout that was flushed."""
         with open(segment_path(self.folder, place.segment), "rb") as file:
             file.seek(place.offset)
-            frames = [file.read(length) for length in place.lengths]
-        if [len(f) for f in frames] != list(place.lengths):
+            frames = [file.read(length) for length in place.lengths[:count]]
+        if [len(f) for f in frames] != list(place.lengths[:count]):
             raise JournalError(f"{segment_path(self.folder, place.segment)}: a rollout at {place.offset} is cut")
         return frames
 

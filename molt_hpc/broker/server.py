@@ -27,10 +27,10 @@ from molt_hpc.broker.front import Front
 from molt_hpc.broker.ledger import END_STATES, Grant, GroupState, LedgerConfig
 from molt_hpc.broker.outgoing import Outgoing
 from molt_hpc.broker.recovery import recover
+from molt_hpc.broker.referred import Referred
 from molt_hpc.broker.store import Store
 from molt_hpc.config import RunConfig
 from molt_hpc.data.prompts import PromptOrder
-from molt_hpc.data.references import leftover_references, remove_reference
 from molt_hpc.records import Lease
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,11 @@ class Broker:
             self.prompts.begin_epoch(rows)
         self.store = Store(run / "journal", self.ledger, places, segment, config.broker.memory_bytes)
         self.fleet = Fleet(config.broker.max_worker_faults)
-        self.references: dict[int, list[dict[str, Any]]] = leftover_references(run, set(self.ledger.groups))
+        self.referred = Referred(run)
+        for key in places:
+            if reference := wire.decode_header(self.store.header(*key))["fields"].get("reference"):
+                self.referred.add(key[0], reference)
+        self.referred.delete_others()
         self.phase, self.reason = "roll_call", ""
         self.expected = ["actor", *(f"rollout_n{i}" for i in range(config.rollout.num_nodes))]
         self.board: dict[str, Any] = {}
@@ -181,6 +185,7 @@ class Broker:
     def _lose(self, peer: Peer, reason: str) -> None:
         lost = self.ledger.worker_lost(peer.name, time.time()) if peer.role == "rollout" else []
         self.fleet.remove(peer)
+        self.referred.gone(peer.identity)
         self.store.commit()
         log.error("%s on %s is gone (%s); %d leases go to others", peer.name, peer.host, reason, len(lost))
         for engine in peer.engines:
@@ -208,6 +213,7 @@ class Broker:
         log.info("the run is %s%s", self.phase, f": {self.reason}" if self.reason else "")
         self.store.close()
         for peer in list(self.fleet.peers.values()):
+            self.referred.gone(peer.identity)
             if peer.role != "supervisor":
                 self._send(peer.identity, "stop", {"reason": self.reason or "the run is done"})
         # the supervisor asks once a second: let it hear the end before the socket closes
@@ -291,24 +297,23 @@ class Broker:
 
     def on_rollout(self, peer: Peer, message: wire.Message, request: int) -> None:
         fields = message.fields
-        key = (fields["group_id"], fields["sample"])
+        key, reference = (fields["group_id"], fields["sample"]), fields.get("reference")
+        if reference:
+            self.referred.seen(peer.identity, reference)
         if self.ledger.finish(*key, fields["attempt"], float(fields.get("seconds", 0.0)), float(fields.get("score", 0.0))):
-            if "reference" in fields:
-                self.references.setdefault(key[0], []).append(fields["reference"])
+            if reference:
+                self.referred.add(key[0], reference)
             self.store.commit(wire.relay_frames(message))
             self._forget_if_ended(key[0])
             self.fleet.rollout_finished(peer)
             self.outcomes.append(True)
-        elif "reference" in fields:
-            remove_reference(self.run, fields["reference"])
         self._answer(peer, "accepted", f"{key[0]}.{key[1]}.{fields['attempt']}")
         self.fleet.ask(peer, int(fields.get("credits", 0)))
 
     def _forget_if_ended(self, group: int) -> None:
         if group not in self.ledger.groups:
             self.store.forget(group)
-            for reference in self.references.pop(group, ()):
-                remove_reference(self.run, reference)
+            self.referred.ended(group)
 
     def on_fault(self, peer: Peer, message: wire.Message, request: int) -> None:
         fields = message.fields

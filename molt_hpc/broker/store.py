@@ -61,6 +61,10 @@ class Store:
         cached = self._cache.get((group, sample))
         return cached if cached is not None else self._journal.read(self._places[group, sample])
 
+    def header(self, group: int, sample: int) -> bytes:
+        """The first of these frames, from the journal."""
+        return self._journal.read(self._places[group, sample], 1)[0]
+
     def forget(self, group: int) -> None:
         """A group has ended: its rollouts are not needed any more."""
         for sample in range(self._ledger.config.n_samples):

@@ -20,7 +20,7 @@ from typing import Any
 from molt_hpc import wire
 from molt_hpc.broker.client import AsyncBrokerClient, cancel_all
 from molt_hpc.config import RunConfig, load
-from molt_hpc.data.references import by_reference, size_of
+from molt_hpc.data.references import Producer, size_of
 from molt_hpc.records import Lease, Rollout
 from molt_hpc.rollout.engine import Engine, EngineError
 from molt_hpc.rollout.episode import DataFault, Episode
@@ -47,7 +47,7 @@ class Worker:
         self.commands: set[asyncio.Task] = set()
         self.tokens = 0
         self.draining = False
-        self.window = Window()
+        self.window, self.producer = Window(), Producer(run, self.name)
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def main(self) -> int:
@@ -214,7 +214,7 @@ class Worker:
         fields, arrays = rollout.to_wire()
         frames = wire.encode("rollout", fields | self._credit(), arrays)
         if size_of(frames) > self.config.broker.inline_bytes:
-            frames = await asyncio.to_thread(by_reference, self.run, lease.id, frames)
+            (frames,) = await asyncio.to_thread(self.producer.put, [frames])
         await self.window.take(lease.id, size_of(frames))
         await self.client.send_frames(frames)
 
