@@ -1,13 +1,15 @@
 """The actor: one object on every training rank that learns from batches and hands out weights.
 
-Rank 0 receives a batch, estimates the advantages and plans; both travel to the other ranks as
-bytes, and from there on all ranks issue the same collectives in the same order. Gradients are
-reduced after every micro-batch: deferring them would keep a whole unsharded gradient on each rank.
+Rank 0 receives a batch and plans it; what it decides travels to the other ranks as bytes, and from there on all ranks
+issue the same collectives in the same order. A batch passes through: log-probs under the weights that it starts from
+(where something needs them beforehand), reference and critic, advantages on rank 0, then the optimizer steps.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import runpy
 
 import numpy as np
 import torch
@@ -15,115 +17,244 @@ import torch.distributed as dist
 from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as save_arrays
 
-from molt_hpc.config import RunConfig
+from molt_hpc.config import RunConfig, comma_list
 from molt_hpc.data.shards import Batch
 from molt_hpc.train import advantage
 from molt_hpc.train.collectives import broadcast_bytes, reduce_packed, share
+from molt_hpc.train.critic import Critic, build_reference
 from molt_hpc.train.gather import FullWeights
-from molt_hpc.train.loss import LossSettings, policy_loss
-from molt_hpc.train.metrics import batch_metrics, token_metrics
-from molt_hpc.train.micro import MicroBatch, TokenSums, build_micro_batch
-from molt_hpc.train.model import build_model
-from molt_hpc.train.optim import TrainingError, build_optimizer, guarded_step, learning_rate
-from molt_hpc.train.planner import Plan, StepPlan, plan_batch
+from molt_hpc.train.loss import (
+    LOSSES,
+    SEQUENCE_LOSSES,
+    LossSettings,
+    adapted_coefficient,
+    correction_weight,
+    kl_estimate,
+    masked_log_ratio,
+    policy_loss,
+    sequence_mean,
+)
+from molt_hpc.train.metrics import TokenSums, batch_metrics, token_metrics
+from molt_hpc.train.micro import MicroBatch, TokenTable, memory_explained, micro_batches, score_all, whole_sequences
+from molt_hpc.train.model import TrainModel, build_model
+from molt_hpc.train.optim import BadStep, Optimizers, TrainingError, build_optimizer, guarded_step, learning_rate
+from molt_hpc.train.planner import Plan, StepPlan, attention_costs, plan_batch, token_shares
 
 __all__ = ["Actor", "TrainingError"]
 
 log = logging.getLogger(__name__)
 
+ROUTERS = r"(\.gate|router)\.(weight|bias|e_score_correction_bias)$"
+"""Names of the parameters by which a mixture-of-experts layer chooses."""
+
 
 class Actor:
     """Trains one policy; torch.distributed must be initialised (gloo on CPU, NCCL on GPUs).
 
-    total_steps: batches of the whole run, for the schedules that need it. `step` counts the batches
-    trained so far, over all attempts.
+    total_steps: batches of the whole run, for the schedules that need it. `step` counts the batches trained so far, over
+    all attempts; `bad_steps` those in a row that had to be left out; `kl_coef` is the KL coefficient of the next batch.
     """
 
     def __init__(self, config: RunConfig, total_steps: int | None = None):
-        self.config = config
+        self.config, self.total_steps, chosen = config, total_steps, config.actor
         torch.manual_seed(config.train.seed)
-        self.model = build_model(config.actor.model_name_or_path, config.actor.backend, config.fsdp, config.actor.gradient_checkpoint)
-        self.optimizer = build_optimizer(self.model.named_parameters(), config.actor)
-        self.step = 0
-        self.total_steps = total_steps
-        learning_rate(config.actor, 0.0, total_steps)
-        low, high = config.actor.eps_clip_low_high
-        correction = config.algo.advantage
-        self.loss_settings = LossSettings(low, high, config.actor.dual_clip, correction.is_correction_level,
-                                          correction.is_correction_mode, *correction.is_correction_threshold)
+        if config.train.deterministic:
+            os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
+            torch.use_deterministic_algorithms(True)
+        if config.algo.plugin_path:
+            runpy.run_path(config.algo.plugin_path)
+        self._check_names()
+        self.model = build_model(chosen.model_name_or_path, chosen.backend, config.fsdp, chosen.gradient_checkpoint,
+                                 frozen=ROUTERS if chosen.freeze_moe_router else None, lora=chosen.lora)
+        self.model.head.entropy_gradient = bool(chosen.entropy_coef)
+        self.optimizer = build_optimizer(self.model.named_parameters(), chosen)
+        self.kl_coef, self.step, self.bad_steps = config.algo.kl_coef(), 0, 0
+        self.reference = build_reference(config) if self.kl_coef else None
+        self.critic = Critic(config, total_steps) if config.algo.advantage.estimator == "gae" else None
+        learning_rate(chosen, 0.0, total_steps)
+        self.loss_settings = LossSettings(*chosen.eps_clip_low_high, chosen.dual_clip, *config.algo.advantage.correction(),
+                                          *config.algo.advantage.is_correction_threshold, chosen.sapo_temperatures)
+
+    def _check_names(self) -> None:
+        for option, name, known in (("algo.advantage.estimator", self.config.algo.advantage.estimator, advantage.ESTIMATORS),
+                                    ("actor.loss_mode", self.config.actor.loss_mode, LOSSES)):
+            if name not in known:
+                raise ValueError(f"{option}: expected one of {sorted(known)}, got {name!r}")
 
     @property
     def device(self) -> torch.device:
         return self.model.device
 
-    def train_batch(self, raw: bytes | None) -> dict[str, float]:
-        """Train on one shard (bytes on rank 0, None elsewhere) and return its metrics, the same on all ranks.
-
-        Runs train.max_epochs passes of one optimizer step for each train.batch_size groups. Raises
-        TrainingError on all ranks if a loss or gradient is not finite (that optimizer step is not
-        made), ValueError on all ranks if the bytes are not a shard or cannot be planned.
-        """
-        batch = Batch.from_bytes(broadcast_bytes(raw, self.device))
-        plan, advantages = self._share_plan(batch)
-        updates = self.config.train.max_epochs * len(plan.steps)
-        # Only with several updates does the policy move away from the one whose log-probs are the ratio's base.
-        old = [self._log_probs(batch, step, advantages) for step in plan.steps] if updates > 1 else None
-        tokens, rows = TokenSums(), []
-        for update in range(updates):
-            number = update % len(plan.steps)
-            rate = learning_rate(self.config.actor, self.step + update / updates, self.total_steps)
-            first_pass = update < len(plan.steps)
-            share = self._backward(batch, plan.steps[number], advantages, old[number] if old else None, tokens, first_pass)
-            rows.append((*guarded_step(self.optimizer, rate, self.config.actor.max_norm, share, self.device), rate))
-        self.step += 1
-        sums, maxima = reduce_packed(tokens.sums, tokens.maxima, self.device)
-        loss, norm, _ = np.mean(rows, 0).tolist()
-        return {"loss": loss, "grad_norm": norm, "learning_rate": rows[-1][2], "optimizer_steps": updates,
-                "micro_batches": sum(step.micro_batch_count for step in plan.steps) * self.config.train.max_epochs,
-                **token_metrics(sums, maxima), **batch_metrics(batch, advantages, self.config.reward.clip_range)}
+    def learners(self) -> list[tuple[str, TrainModel, Optimizers]]:
+        """(prefix of its names in a checkpoint, model, optimizer) of everything that learns."""
+        critic = [("critic.", self.critic.model, self.critic.optimizer)] if self.critic else []
+        return [("", self.model, self.optimizer), *critic]
 
     def weights(self, dtype: torch.dtype | None = None) -> FullWeights:
         """The current weights; see FullWeights. All ranks must iterate together."""
         return FullWeights(self.model, dtype)
 
-    def _share_plan(self, batch: Batch) -> tuple[Plan, np.ndarray]:
-        """Plan and advantages (float64 [R]) as rank 0 made them."""
+    def train_batch(self, raw: bytes | None) -> dict[str, float]:
+        """Train on one shard (bytes on rank 0, None elsewhere) and return its metrics, the same on all ranks.
+
+        Runs train.max_epochs passes of one optimizer step for each train.batch_size groups. A loss or gradient that is not
+        finite ends the batch before that step, with `batch_skipped` 1 in the metrics; train.max_bad_steps such batches in
+        a row raise TrainingError. Raises ValueError if the bytes are not a shard or cannot be planned. All on all ranks alike.
+        """
+        batch = Batch.from_bytes(broadcast_bytes(raw, self.device))
+        try:
+            metrics = self._train(batch)
+            self.bad_steps = 0
+        except BadStep as error:
+            self.bad_steps += 1
+            if self.bad_steps >= self.config.train.max_bad_steps:
+                raise TrainingError(f"{self.bad_steps} batches in a row could not be trained on (train.max_bad_steps): {error}") from error
+            log.error("batch %d is left out from here on: %s", batch.step, error)
+            metrics = batch_metrics(batch, np.zeros(1), self.config.reward.clip_range) | {"batch_skipped": 1}
+        self.step += 1
+        return metrics
+
+    def _train(self, batch: Batch) -> dict[str, float]:
+        plan, table = self._share_plan(batch), TokenTable(batch)
+        updates, frozen = self.config.train.max_epochs * len(plan.steps), self.step < self.config.actor.freezing_steps
+        whole = whole_sequences(plan, table)
+        self._prepare(plan, table, updates, whole)
+        spread = self.config.actor.loss_mode in SEQUENCE_LOSSES and not whole
+        tokens, rows = TokenSums(), []
+        for update in range(updates):
+            step = plan.steps[update % len(plan.steps)]
+            rate = self._rate(update / updates)
+            if spread and (update or self.config.algo.advantage.proximal == "rollout"):  # at first all ratios are 1
+                self._add_sequence_ratio(table, step)
+            share_of_loss = self._backward(table, step, tokens, update < len(plan.steps), frozen)
+            if not frozen:
+                rows.append((*guarded_step(self.optimizer, rate, self.config.actor.max_norm, share_of_loss, self.device), rate))
+        critic = self.critic.train(table, plan, self.step) if self.critic else {}
+        sums, maxima = reduce_packed(*tokens.totals(), self.device)
+        loss, norm, _ = np.mean(rows, 0).tolist() if rows else (0.0, 0.0, 0.0)
+        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rows[-1][2] if rows else 0.0, "optimizer_steps": len(rows),
+                   "micro_batches": sum(step.micro_batch_count for step in plan.steps) * self.config.train.max_epochs,
+                   **token_metrics(sums, maxima), **critic, **batch_metrics(batch, table["advantages"], self.config.reward.clip_range)}
+        if self.reference:
+            metrics |= {"kl_mean": sums["kl"] / sums["tokens"], "kl_coef": self.kl_coef}
+            self._adapt_coefficient(metrics["kl_mean"], len(batch.rollout_reward))
+        if metrics["trained_fraction"] == 0 and not frozen:
+            log.warning("STEP %d TRAINS NOTHING: no token has both an advantage and a weight (groups with equal rewards: %.3f, "
+                        "tokens masked by the importance correction: %.3f)", batch.step, metrics["frac_groups_zero_std"],
+                        metrics["masked_fraction"])
+        return metrics
+
+    def _rate(self, fraction: float) -> float:
+        """The rate of an optimizer step; the schedule starts when the policy does."""
+        frozen = self.config.actor.freezing_steps
+        total = max(1, self.total_steps - frozen) if self.total_steps else self.total_steps
+        return learning_rate(self.config.actor, max(0.0, self.step - frozen) + fraction, total)
+
+    def _adapt_coefficient(self, measured: float, rollouts: int) -> None:
+        kl = self.config.algo.kl
+        if kl.target is not None:
+            self.kl_coef = adapted_coefficient(self.kl_coef, measured, kl.target, kl.horizon, rollouts)
+
+    def _share_plan(self, batch: Batch) -> Plan:
+        """The plan as rank 0 made it."""
         def make() -> bytes:
-            values = advantage.compute(self.config.algo.advantage.estimator, batch.rollout_reward, batch.rollout_group,
-                                       self.config.reward.clip_range)
-            actions = np.add.reduceat(batch.action_mask.astype(np.int64), batch.segment_offsets[:-1])
-            plan = plan_batch(batch.rollout_group[batch.segment_rollout], batch.segment_lengths.tolist(), actions.tolist(),
-                              self.model.data_size, self.config.train.max_tokens_per_gpu, self.config.train.batch_size)
-            return save_arrays({"advantages": values, **plan.to_arrays()})
+            lengths = batch.segment_lengths.tolist()
+            plan = plan_batch(batch.rollout_group[batch.segment_rollout], lengths, TokenTable(batch).counts.tolist(), self.model.data_size,
+                              self.config.train.max_tokens_per_gpu, self.config.train.batch_size,
+                              attention_costs(lengths, self.model.config.get_text_config().hidden_size))
+            return save_arrays(plan.to_arrays())
 
-        arrays = load_arrays(share(make, self.device))
-        return Plan.from_arrays(self.model.data_size, arrays), arrays["advantages"]
+        return Plan.from_arrays(self.model.data_size, load_arrays(share(make, self.device)))
 
-    def _micro_batches(self, batch: Batch, step: StepPlan, advantages: np.ndarray) -> list[MicroBatch]:
-        return [build_micro_batch(batch, segments, advantages, self.device) for segments in step.micro_batches[self.model.data_rank]]
+    def _prepare(self, plan: Plan, table: TokenTable, updates: int, whole: bool) -> None:
+        """Add to the table what is known before the first update: old log-probs, reference, values, advantages, shares, weights.
 
-    @torch.no_grad()
-    def _log_probs(self, batch: Batch, step: StepPlan, advantages: np.ndarray) -> list[torch.Tensor]:
-        """Log-probs under the current weights, for each micro-batch of a step."""
-        found = [self.model.score(micro.packed)[0] for micro in self._micro_batches(batch, step, advantages)]
-        self.model.reshard()
-        return found
+        whole: every rollout lies within one micro-batch.
+        """
+        algo, versions = self.config.algo, table["versions"].astype(np.int64)
+        level, in_reward = algo.advantage.correction()[0], self.reference is not None and not algo.kl.use_loss
+        # what the importance correction looks at as one: a rollout, or the part of it that one version sampled
+        by_version = algo.advantage.is_correction_by_version
+        table.columns["unit"] = table["sequence"] * (versions.max() + 1) + versions if by_version else table["sequence"]
+        if algo.advantage.proximal == "rollout":
+            table.columns["old"] = table["rollout"]
+        # With one update and nothing to compute beforehand the policy's own pass gives them.
+        elif updates > 1 or in_reward or (level in ("seq", "geo") and not whole):
+            table.columns["old"] = score_all(self.model, table, plan.steps)
+        if self.reference:
+            table.columns["reference"] = score_all(self.reference, table, plan.steps)
+        if self.critic:
+            table.columns["values"] = score_all(self.critic.model, table, plan.steps)
+        table.columns |= load_arrays(share(lambda: save_arrays(self._estimate(plan, table)), self.device))
+        if "old" in table.columns and level != "off":
+            old, rollout = (torch.from_numpy(table[name]).to(self.model.score_dtype) for name in ("old", "rollout"))
+            everywhere, unit = torch.ones_like(old).bool(), torch.from_numpy(table["unit"])
+            weight, corrected = correction_weight(old, rollout, everywhere, self.loss_settings, unit)
+            table.columns |= {"weight": weight.numpy(), "corrected": corrected.numpy()}
 
-    def _backward(self, batch: Batch, step: StepPlan, advantages: np.ndarray, old: list[torch.Tensor] | None, tokens: TokenSums,
-                  first_pass: bool) -> torch.Tensor:
-        """Gradients of one optimizer step; returns this rank's share of the loss (float64) and adds to `tokens`."""
+    def _estimate(self, plan: Plan, table: TokenTable) -> dict[str, np.ndarray]:
+        """Advantages and returns of the batch, and each token's share of its optimizer step: float64 [M] each. Rank 0 only."""
+        batch, algo, reward = table.batch, self.config.algo, self.config.reward
+        if not np.isfinite(batch.rollout_reward).all():  # clipping would hide an infinite one
+            raise ValueError(f"rollouts {np.flatnonzero(~np.isfinite(batch.rollout_reward)).tolist()}: the reward is not finite")
+        names = comma_list(reward.parts)
+        missing = [i for i, r in enumerate(batch.rollouts) if any(name not in r["info"] for name in names)]
+        if missing:
+            raise ValueError(f"reward.parts: the agent's info of rollouts {missing[:8]} lacks one of {', '.join(names)}")
+        kl = None
+        if "old" in table.columns and "reference" in table.columns and not algo.kl.use_loss:
+            kl = kl_estimate(algo.kl.estimator, *(torch.from_numpy(table[name]).double() for name in ("old", "reference"))).numpy()
+        episodes = advantage.Episodes(
+            np.clip(batch.rollout_reward.astype(np.float64), *reward.clip_range), batch.rollout_group, table["sequence"],
+            table["positions"], kl, table["values"].astype(np.float64) if self.critic else None,
+            {name: np.array([float(r["info"][name]) for r in batch.rollouts]) for name in names}, tuple(comma_list(reward.part_weights)),
+            self.kl_coef, algo.advantage.gamma, algo.advantage.lam, not algo.advantage.no_whiten, algo.advantage.pass_k)
+        advantages, returns = advantage.compute(algo.advantage.estimator, episodes)
+        shares = np.zeros(len(advantages))
+        for step in plan.steps:
+            rows = table.rows(step.segments())
+            shares[rows] = token_shares(self.config.actor.loss_aggregation, table["sequence"][rows], self.config.data.max_len)
+        return {"advantages": advantages, "returns": returns, "shares": shares}
+
+    def _add_sequence_ratio(self, table: TokenTable, step: StepPlan) -> None:
+        """Mean log-ratio of each rollout under the current weights: its segments are spread over micro-batches and ranks."""
+        mask = torch.zeros(len(table["sequence"]), dtype=torch.bool)
+        mask[torch.from_numpy(table.rows(step.segments()))] = True
+        current, old = (torch.from_numpy(values) for values in (score_all(self.model, table, [step]), table["old"]))
+        ratio = masked_log_ratio(current, old.to(current.dtype), mask)
+        table.columns["sequence_log_ratio"] = sequence_mean(ratio, mask, torch.from_numpy(table["sequence"])).numpy()
+
+    def _backward(self, table: TokenTable, step: StepPlan, tokens: TokenSums, first_pass: bool, frozen: bool = False) -> torch.Tensor:
+        """Gradients of one optimizer step (none if frozen); returns this rank's share of the loss (float64) and adds to `tokens`."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for number, micro in enumerate(self._micro_batches(batch, step, advantages)):
-            current, entropy = self.model.score(micro.packed)
-            base = old[number] if old else current.detach()
-            result = policy_loss(self.config.actor.loss_mode, current, base, micro.rollout, micro.advantages, micro.mask,
-                                 self.loss_settings)
-            loss = result.loss.sum() / step.denominator
-            loss.backward()
+        for micro in micro_batches(self.model, table, step):
+            with memory_explained(micro, self.config.train.max_tokens_per_gpu), torch.set_grad_enabled(not frozen):
+                loss, old = self._micro_loss(micro, tokens)
+                if not frozen:
+                    loss.backward()
             total += loss.detach().double()
-            tokens.add_loss(micro.mask, result.clipped, result.corrected, result.ratio, entropy)
             if first_pass:
-                tokens.add_gap(micro, base, batch.version)
-        self.model.finish_gradients()
+                tokens.add_gap(micro, old, table.batch.version)
+        if frozen:
+            self.model.reshard()
+        else:
+            self.model.finish_gradients()
         # The ranks of a tensor-parallel group computed the same tokens: each gives its part.
         return total * self.model.data_size / dist.get_world_size()
+
+    def _micro_loss(self, micro: MicroBatch, tokens: TokenSums) -> tuple[torch.Tensor, torch.Tensor]:
+        """(loss of a micro-batch, the trainer's old log-probs): policy loss, KL and entropy, each with the tokens' shares of the step."""
+        actor, kl_config, columns = self.config.actor, self.config.algo.kl, micro.columns
+        current, entropy = self.model.score(micro.packed)
+        old = columns.get("old", current.detach())
+        correction = (columns["weight"], columns["corrected"]) if "weight" in columns else None
+        result = policy_loss(actor.loss_mode, current, old, micro["rollout"], micro["advantages"], micro.mask, self.loss_settings,
+                             micro["sequence"], correction, columns.get("sequence_log_ratio"), micro["unit"])
+        losses, kl = result.loss, None
+        if self.reference:
+            kl = kl_estimate(kl_config.estimator, current, micro["reference"])
+            losses = losses + self.kl_coef * torch.where(micro.mask, kl, 0.0) if kl_config.use_loss else losses
+        if actor.entropy_coef:
+            losses = losses - actor.entropy_coef * torch.where(micro.mask, entropy, 0.0)
+        tokens.add_loss(micro, result, entropy, kl)
+        return (losses * micro["shares"]).sum(), current.detach() if self.config.algo.advantage.proximal == "rollout" else old

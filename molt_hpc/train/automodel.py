@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from molt_hpc.config import FsdpConfig
 
@@ -68,7 +68,7 @@ def allow_cpu(model_type: str) -> None:
         importlib.import_module(name).torch = _TorchOnCpu()
 
 
-def build(folder: Path, fsdp: FsdpConfig, policy: MixedPrecisionPolicy, gradient_checkpoint: bool,
+def build(folder: Path, fsdp: FsdpConfig, policy: MixedPrecisionPolicy, offload: OffloadPolicy, gradient_checkpoint: str,
           master_dtype: torch.dtype) -> tuple[nn.Module, DeviceMesh, bool]:
     """Returns the sharded module, the device mesh, and whether it is AutoModel's own implementation of the architecture."""
     from nemo_automodel import NeMoAutoModelForCausalLM
@@ -78,12 +78,13 @@ def build(folder: Path, fsdp: FsdpConfig, policy: MixedPrecisionPolicy, gradient
 
     config = AutoConfig.from_pretrained(folder)
     allow_cpu(config.model_type)
-    experts = fsdp.ep_size > 1
+    experts, recompute = fsdp.ep_size > 1, gradient_checkpoint != "none" and gradient_checkpoint
+    offload_policy = offload if isinstance(offload, CPUOffloadPolicy) else None
     setup = DistributedSetup.build(
-        FSDP2Config(mp_policy=policy, activation_checkpointing=gradient_checkpoint),
+        FSDP2Config(mp_policy=policy, offload_policy=offload_policy, activation_checkpointing=recompute),
         ParallelismSizes(tp_size=fsdp.tp_size, ep_size=fsdp.ep_size),
         moe_parallel_config=MoEParallelizerConfig(mp_policy=policy) if experts else None,
-        activation_checkpointing=gradient_checkpoint)
+        activation_checkpointing=recompute)
     options: dict[str, Any] = {}
     if getattr(config, "router_aux_loss_coef", None):
         # The load-balancing loss would be added to gradients behind the back of the policy loss.

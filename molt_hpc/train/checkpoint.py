@@ -1,4 +1,4 @@
-"""Checkpoints: weights, optimizer, random state and step as one commit that resumes bit for bit.
+"""Checkpoints: weights and optimizer of actor and critic, KL coefficient, random state and step as one commit that resumes bit for bit.
 
     <run>/checkpoints/step_000100/state/     torch.distributed.checkpoint files, one or more a rank
                                   state.json step, ranks, and what the caller added (the version)
@@ -77,11 +77,13 @@ def save_checkpoint(actor: Actor, run: Path, step: int, extra: dict[str, Any] | 
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     dist.barrier()
-    actor.model.reshard()
+    for _, model, _ in actor.learners():
+        model.reshard()
     dcp.save(_state(actor), checkpoint_id=temporary / "state")
     dist.barrier()
     if dist.get_rank() == 0:
-        described = {"step": step, "trained": actor.step, "ranks": dist.get_world_size(), "extra": extra or {}}
+        described = {"step": step, "trained": actor.step, "ranks": dist.get_world_size(), "kl_coef": actor.kl_coef,
+                     "bad_steps": actor.bad_steps, "extra": extra or {}}
         _write_synced(temporary / "state.json", json.dumps(described))
         _write_synced(temporary / "DONE", "")
         if final.exists():
@@ -102,22 +104,26 @@ def load_checkpoint(actor: Actor, folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder}: not a finished checkpoint (no file DONE)")
     described = json.loads((folder / "state.json").read_text())
     same_ranks = described["ranks"] == dist.get_world_size()
-    actor.model.reshard()
+    for _, model, _ in actor.learners():
+        model.reshard()
     state = _state(actor, fresh=True, random_state=same_ranks)
     dcp.load(state, checkpoint_id=folder / "state")
-    with torch.no_grad():
-        for name, parameter in actor.model.named_parameters():
-            slots = {slot: state[f"optimizer.{name}.{slot}"] for slot in ("exp_avg", "exp_avg_sq", "step")}
+    for prefix, model, optimizer in actor.learners():
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            owner = optimizer.owner(parameter)
+            slots = {slot: state[f"{prefix}optimizer.{name}.{slot}"] for slot in _slot_names(owner)}
             # an optimizer that has not made a step yet has no state: the same as a step count of 0
-            if slots["step"].item() > 0:
-                actor.optimizer.state[parameter] = slots
+            if state[f"{prefix}optimizer.{name}.made"].item() > 0:
+                owner.state[parameter] = slots
             else:
-                actor.optimizer.state.pop(parameter, None)
+                owner.state.pop(parameter, None)
     if same_ranks:
         torch.set_rng_state(state[_random_key("cpu")])
         if torch.cuda.is_available():
             torch.cuda.set_rng_state(state[_random_key("cuda")])
-    actor.step = described["trained"]
+    actor.step, actor.kl_coef, actor.bad_steps = described["trained"], described["kl_coef"], described["bad_steps"]
     return {"step": described["step"], **described["extra"]}
 
 
@@ -125,16 +131,25 @@ def _random_key(device: str) -> str:
     return f"random.{device}.{dist.get_rank()}"
 
 
+def _slot_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    return ("momentum_buffer",) if isinstance(optimizer, torch.optim.Muon) else ("exp_avg", "exp_avg_sq", "step")
+
+
 def _state(actor: Actor, fresh: bool = False, random_state: bool = True) -> dict[str, torch.Tensor]:
     """Every tensor of the checkpoint by name. fresh: optimizer slots of zeros for a load to fill."""
     state: dict[str, torch.Tensor] = {}
-    for name, parameter in actor.model.named_parameters():
-        state[f"model.{name}"] = parameter.detach()
-        slots = {} if fresh else actor.optimizer.state.get(parameter, {})
-        for slot in ("exp_avg", "exp_avg_sq"):
-            state[f"optimizer.{name}.{slot}"] = slots[slot] if slot in slots else torch.zeros_like(parameter.detach())
-        state[f"optimizer.{name}.step"] = slots["step"] if "step" in slots else torch.zeros((), dtype=torch.float32)
-    state |= {f"buffer.{name}": buffer for name, buffer in actor.model.named_buffers()}
+    for prefix, model, optimizer in actor.learners():
+        for name, parameter in model.named_parameters():
+            state[f"{prefix}model.{name}"] = parameter.detach()
+            if not parameter.requires_grad:
+                continue
+            owner = optimizer.owner(parameter)
+            slots = {} if fresh else owner.state.get(parameter, {})
+            for slot in _slot_names(owner):
+                empty = torch.zeros(()) if slot == "step" else torch.zeros_like(parameter.detach())
+                state[f"{prefix}optimizer.{name}.{slot}"] = slots.get(slot, empty)
+            state[f"{prefix}optimizer.{name}.made"] = torch.tensor(float(bool(slots)))
+        state |= {f"{prefix}buffer.{name}": buffer for name, buffer in model.named_buffers()}
     if random_state:
         state[_random_key("cpu")] = torch.get_rng_state()
         if torch.cuda.is_available():

@@ -70,11 +70,11 @@ class TokenScores(torch.autograd.Function):
     """Log-prob and entropy of N tokens from hidden states [N, H] and the output weight [V, H], chunk by chunk.
 
     With a process group, each rank holds `weight` rows vocab_start .. vocab_start + len(weight) and
-    the sums run over the group. Entropy is a metric: it has no gradient.
+    the sums run over the group. The entropy has a gradient only if `entropy_gradient` says so.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, inverse_temperature, chunk, vocab_start, group):
+    def forward(ctx, hidden, weight, targets, inverse_temperature, chunk, vocab_start, group, entropy_gradient=False):
         log_probs, entropies, normalisers = [], [], []
         for part in _chunks(len(targets), chunk):
             logits = _logits(hidden[part], weight, inverse_temperature[part])
@@ -90,25 +90,31 @@ class TokenScores(torch.autograd.Function):
             entropies.append(normaliser - sums[1] / sums[0])
             normalisers.append(normaliser)
         entropy = torch.cat(entropies)
-        ctx.save_for_backward(hidden, weight, targets, inverse_temperature, torch.cat(normalisers))
-        ctx.chunk, ctx.vocab_start = chunk, vocab_start
-        ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(hidden, weight, targets, inverse_temperature, torch.cat(normalisers), entropy)
+        ctx.chunk, ctx.vocab_start, ctx.entropy_gradient = chunk, vocab_start, entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
         return torch.cat(log_probs), entropy
 
     @staticmethod
-    def backward(ctx, grad_log_prob, _):
-        hidden, weight, targets, inverse_temperature, normaliser = ctx.saved_tensors
+    def backward(ctx, grad_log_prob, grad_entropy):
+        hidden, weight, targets, inverse_temperature, normaliser, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype)
         for part in _chunks(len(targets), ctx.chunk):
-            grad = (_logits(hidden[part], weight, inverse_temperature[part]) - normaliser[part, None]).exp_().neg_()
+            scores = _logits(hidden[part], weight, inverse_temperature[part]).sub_(normaliser[part, None])
             local, inside = _local_targets(targets[part], ctx.vocab_start, len(weight))
-            grad.scatter_add_(-1, local[:, None], inside[:, None].to(grad.dtype))
-            grad.mul_((grad_log_prob[part] * inverse_temperature[part])[:, None])
+            if ctx.entropy_gradient:  # of the log-prob: 1 on the target - p; of the entropy: -p (log p + entropy)
+                grad = scores.exp().mul_(-(grad_log_prob[part, None] + grad_entropy[part, None] * (scores + entropy[part, None])))
+                grad.scatter_add_(-1, local[:, None], (grad_log_prob[part] * inside)[:, None])
+                grad.mul_(inverse_temperature[part, None])
+            else:
+                grad = scores.exp_().neg_().scatter_add_(-1, local[:, None], inside[:, None].to(scores.dtype))
+                grad.mul_((grad_log_prob[part] * inverse_temperature[part])[:, None])
             grad = grad.to(hidden.dtype)
             grad_hidden[part] = grad @ weight
             grad_weight += grad.T @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
 
 
 def _chunks(count: int, chunk: int) -> list[slice]:
@@ -137,7 +143,7 @@ class ScoringHead:
     def __init__(self, layer: torch.nn.Linear, chunk_elements: int = CHUNK_ELEMENTS):
         if getattr(layer, "bias", None) is not None:
             raise ValueError("the model's output layer has a bias, which the chunked head does not support")
-        self.layer, self.chunk_elements = layer, chunk_elements
+        self.layer, self.chunk_elements, self.entropy_gradient = layer, chunk_elements, False
         self.asked: Packed | None = None
         layer.forward = self.forward
 
@@ -159,9 +165,33 @@ class ScoringHead:
             hidden = hidden.to_local(grad_placements=[Partial()])
         chunk = max(1, self.chunk_elements // len(weight))
         log_probs, entropies = TokenScores.apply(hidden[0, packed.rows], weight, packed.targets, packed.inverse_temperature, chunk,
-                                                 start, mesh.get_group() if mesh else None)
+                                                 start, mesh.get_group() if mesh else None, self.entropy_gradient)
         scores = torch.stack((log_probs[None], entropies[None]), -1)
         return scores if mesh is None else DTensor.from_local(scores, mesh, [Shard(-1)], run_check=False)
+
+
+class ValueHead(torch.nn.Module):
+    """A critic's head in place of the output layer: the value of each position that a sampled token is predicted from.
+
+    Its parameters are float32 (or the masters' wider dtype), small, and the same on every rank; the gradient is summed by
+    TrainModel.finish_gradients. The output layer's own weight stays in the model, unused.
+    """
+
+    def __init__(self, layer: torch.nn.Linear, size: int, deviation: float, seed: int, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        weight = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * deviation
+        self.weight = torch.nn.Parameter(weight.to(device, dtype))
+        self.bias = torch.nn.Parameter(torch.zeros((), device=device, dtype=dtype))
+        self.layer, self.asked = [layer], None  # in a list: the layer is no part of this module
+        layer.forward = self.forward
+
+    def ask(self, packed: Packed) -> None:
+        self.asked = packed
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [1, T, H] -> [1, N, 2]: the value, and 0 where a policy has its entropy."""
+        values = hidden[0, self.asked.rows].to(self.weight.dtype) @ self.weight + self.bias
+        return torch.stack((values[None], torch.zeros_like(values[None])), -1)
 
 
 def read_scores(output: torch.Tensor, tensor_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,4 +200,4 @@ def read_scores(output: torch.Tensor, tensor_rank: int) -> tuple[torch.Tensor, t
         output = output.to_local()
     elif output.shape[-1] > 2:
         output = output[..., 2 * tensor_rank:2 * tensor_rank + 2]
-    return output[0, :, 0], output[0, :, 1].detach()
+    return output[0, :, 0], output[0, :, 1]

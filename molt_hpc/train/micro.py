@@ -1,78 +1,127 @@
-"""From a batch and a plan to the tensors of one micro-batch, and the sums that its forward pass adds to."""
+"""From a batch and a plan to the tensors of one micro-batch, and forward passes over a whole batch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from molt_hpc.data.shards import Batch
 from molt_hpc.train.logprob import Packed, pack_segments
+from molt_hpc.train.optim import TrainingError
+from molt_hpc.train.planner import Plan, StepPlan
+
+if TYPE_CHECKING:
+    from molt_hpc.train.model import TrainModel
 
 DUMMY = np.zeros(2, np.int32)
 """What a rank computes where the plan gives it nothing: it must take part in the collectives."""
 
 
+class TokenTable:
+    """A batch and its columns: arrays on the axis of its M sampled tokens, in the order of the batch.
+
+    Columns at the start: rollout (the engine's log-probs, float32), versions int32, sequence int64 (the token's
+    rollout), positions int64 (its place in its segment). Passes over the batch add what they compute: old,
+    reference, values, advantages, returns, shares ...
+    """
+
+    def __init__(self, batch: Batch):
+        self.batch, mask = batch, batch.action_mask.astype(bool)
+        self.counts = np.add.reduceat(mask.astype(np.int64), batch.segment_offsets[:-1])
+        self.offsets = np.concatenate([[0], np.cumsum(self.counts)])
+        self.columns = {"rollout": batch.logprobs[mask], "versions": batch.versions[mask],
+                        "sequence": np.repeat(batch.segment_rollout.astype(np.int64), self.counts),
+                        "positions": np.flatnonzero(mask) - np.repeat(batch.segment_offsets[:-1], self.counts)}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.columns[name]
+
+    def rows(self, segments: list[int]) -> np.ndarray:
+        """The rows of the given segments' sampled tokens, in the order of the segments."""
+        parts = [np.arange(self.offsets[s], self.offsets[s + 1]) for s in segments]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
 @dataclass
 class MicroBatch:
-    """Packed segments and what the loss needs of each of the N sampled tokens.
-
-    mask: bool [N], False for the token of a dummy. rollout, advantages: float32 [N]. versions: int32 [N].
-    """
+    """Packed segments and the table's columns for their N sampled tokens. mask: bool [N], False for the token of a dummy."""
 
     packed: Packed
     mask: torch.Tensor
-    rollout: torch.Tensor
-    advantages: torch.Tensor
-    versions: torch.Tensor
+    columns: dict[str, torch.Tensor]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.columns[name]
 
 
-def build_micro_batch(batch: Batch, segments: list[int], advantages: np.ndarray, device: torch.device) -> MicroBatch:
-    """Tensors of the given segments; advantages: float64 [R], one for each rollout. No segments: a dummy of no weight."""
-    if not segments:
+def build_micro_batch(table: TokenTable, segments: list[int], device: torch.device, dtype: torch.dtype = torch.float32) -> MicroBatch:
+    """Tensors of the given segments, floating-point columns in `dtype`. No segments: a dummy of no weight."""
+    batch, rows = table.batch, table.rows(segments)
+    if segments:
+        parts = [slice(batch.segment_offsets[s], batch.segment_offsets[s + 1]) for s in segments]
+        packed = pack_segments([batch.token_ids[part] for part in parts], [batch.action_mask[part].astype(bool) for part in parts],
+                               [float(batch.segment_temperature[s]) for s in segments], device)
+    else:
         packed = pack_segments([DUMMY], [np.array([False, True])], [1.0], device)
-        zero = torch.zeros(1, device=device)
-        return MicroBatch(packed, zero.bool(), zero, zero, zero.int())
-    parts = [slice(batch.segment_offsets[s], batch.segment_offsets[s + 1]) for s in segments]
-    masks = [batch.action_mask[part].astype(bool) for part in parts]
-    packed = pack_segments([batch.token_ids[part] for part in parts], masks,
-                           [float(batch.segment_temperature[s]) for s in segments], device)
 
-    def sampled(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate([values[part][mask] for part, mask in zip(parts, masks, strict=True)])).to(device)
+    def column(values: np.ndarray) -> torch.Tensor:
+        chosen = torch.from_numpy(values[rows] if segments else np.zeros(1, values.dtype))
+        return chosen.to(device, dtype if chosen.is_floating_point() else chosen.dtype)
 
-    per_segment = advantages[batch.segment_rollout[segments]].astype(np.float32)
-    tokens = np.repeat(per_segment, [int(mask.sum()) for mask in masks])
-    return MicroBatch(packed, torch.ones(len(tokens), dtype=torch.bool, device=device), sampled(batch.logprobs),
-                      torch.from_numpy(tokens).to(device), sampled(batch.versions))
+    mask = torch.full((max(1, len(rows)),), bool(segments), device=device)
+    return MicroBatch(packed, mask, {name: column(values) for name, values in table.columns.items()})
 
 
-@dataclass
-class TokenSums:
-    """Running sums and maxima over the sampled tokens that this rank has computed; every rank has the same keys."""
+def micro_batches(model: TrainModel, table: TokenTable, step: StepPlan) -> Iterator[MicroBatch]:
+    """This rank's micro-batches of an optimizer step; `finish_gradients` is due after the last one."""
+    mine = step.micro_batches[model.data_rank]
+    for number, segments in enumerate(mine):
+        model.reduce_gradients(number == len(mine) - 1)
+        yield build_micro_batch(table, segments, model.device, model.score_dtype)
 
-    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(
-        ("tokens", "clipped", "corrected", "ratio", "ratio_squared", "entropy", "gap", "gap_tokens", "gap_all", "gap_all_tokens"), 0.0))
-    maxima: dict[str, float] = field(default_factory=lambda: {"ratio": 0.0, "gap": 0.0})
 
-    def add_loss(self, mask: torch.Tensor, clipped: torch.Tensor, corrected: torch.Tensor, ratio: torch.Tensor,
-                 entropy: torch.Tensor) -> None:
-        if not mask.any():
-            return
-        ratio = ratio.double()
-        values = {"tokens": mask.sum(), "clipped": clipped.sum(), "corrected": corrected.sum(), "ratio": ratio.sum(),
-                  "ratio_squared": ratio.square().sum(), "entropy": entropy.double().sum()}
-        for name, value in values.items():
-            self.sums[name] += value.item()
-        self.maxima["ratio"] = max(self.maxima["ratio"], ratio.max().item())
+@contextmanager
+def memory_explained(micro: MicroBatch, budget: int) -> Iterator[None]:
+    """TrainingError with the numbers and the options to change where a micro-batch does not fit into memory."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        count = micro.packed.token_ids.shape[1]
+        raise TrainingError(f"out of memory on a micro-batch of {count} tokens in {len(micro.packed.lengths)} segments (budget {budget}): "
+                            f"lower train.max_tokens_per_gpu below {count}, or set actor.gradient_checkpoint; {error}") from error
 
-    def add_gap(self, micro: MicroBatch, reference: torch.Tensor, version: int) -> None:
-        """|trainer's log-prob - engine's| of all tokens, and of those sampled from the version that the step starts from."""
-        gap = (reference - micro.rollout).abs().double()[micro.mask]
-        current = gap[micro.versions[micro.mask] == version]
-        for name, values in (("gap", current), ("gap_all", gap)):
-            self.sums[name] += values.sum().item()
-            self.sums[f"{name}_tokens"] += len(values)
-        if len(current):
-            self.maxima["gap"] = max(self.maxima["gap"], current.max().item())
+
+@torch.no_grad()
+def score_all(model: TrainModel, table: TokenTable, steps: list[StepPlan]) -> np.ndarray:
+    """What the model says of every sampled token under its current weights, [M], the same on all ranks; 0 for tokens outside of `steps`."""
+    found = torch.zeros(len(table["sequence"]), dtype=model.score_dtype, device=model.device)
+    for step in steps:
+        for segments in step.micro_batches[model.data_rank]:
+            micro = build_micro_batch(table, segments, model.device, model.score_dtype)
+            scores = model.score(micro.packed)[0]
+            if segments:
+                found[torch.from_numpy(table.rows(segments)).to(model.device)] = scores
+    model.reshard()
+    dist.all_reduce(found)
+    # a tensor-parallel group has added its scores once a rank
+    return (found * (model.data_size / dist.get_world_size())).cpu().numpy()
+
+
+def whole_sequences(plan: Plan, table: TokenTable) -> bool:
+    """Whether every rollout lies within one micro-batch, so that what belongs to a rollout can be computed there."""
+    home: dict[int, tuple[int, int, int]] = {}
+    for s, step in enumerate(plan.steps):
+        for rank, batches in enumerate(step.micro_batches):
+            for number, segments in enumerate(batches):
+                for segment in segments:
+                    if home.setdefault(int(table.batch.segment_rollout[segment]), (s, rank, number)) != (s, rank, number):
+                        return False
+    return True

@@ -1,4 +1,4 @@
-"""AdamW, the learning-rate schedule, and the guarded optimizer step.
+"""AdamW and Muon, the learning-rate schedule, and the guarded optimizer step.
 
 The schedule is a pure function of the position in the run, so a resumed or replayed run needs no
 scheduler state. The step is guarded: a loss or gradient that is not finite changes nothing and
@@ -8,6 +8,7 @@ raises on every rank.
 from __future__ import annotations
 
 import math
+import re
 
 import torch
 import torch.distributed as dist
@@ -17,18 +18,57 @@ from molt_hpc.config import OptimConfig
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on as it is; raised on all ranks alike, weights as before the optimizer step."""
+    """Training cannot go on as it is; raised on all ranks alike. No weights may be published after it."""
 
 
-def build_optimizer(named_parameters: list[tuple[str, torch.nn.Parameter]], config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over sharded parameters; norms and biases have no weight decay."""
-    adam = config.adam
-    decayed = [p for name, p in named_parameters if p.ndim >= 2 and "norm" not in name and not name.endswith("bias")]
-    chosen = {id(p) for p in decayed}
-    plain = [p for _, p in named_parameters if id(p) not in chosen]
+class BadStep(TrainingError):
+    """A loss or gradient was not finite: the optimizer step was not made, the weights are as before it."""
+
+
+LAYER_MATRIX = re.compile(r"\.(layers|h|blocks)\.\d+\..*weight$")
+"""Parameters that Muon is made for, if they have two dimensions: no embeddings, no output layer."""
+
+
+class Optimizers:
+    """Several optimizers over disjoint parameters, used as one. A parameter group's rate is the schedule's times its `scale`."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer]):
+        self.parts = parts
+
+    @property
+    def param_groups(self) -> list[dict]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+    def owner(self, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
+        return next(part for part in self.parts if any(p is parameter for group in part.param_groups for p in group["params"]))
+
+
+def build_optimizer(named_parameters: list[tuple[str, torch.nn.Parameter]], config: OptimConfig) -> Optimizers:
+    """AdamW over sharded parameters, with optim muon Muon over the layers' matrices; norms and biases decay only if they are told to."""
+    adam, muon = config.adam, config.muon
+    trained = [(name, p) for name, p in named_parameters if p.requires_grad]
+    muons = {id(p) for name, p in trained if config.optim == "muon" and p.ndim == 2 and LAYER_MATRIX.search(name) and "norm" not in name}
+    adams = [(name, p) for name, p in trained if id(p) not in muons]
+    chosen = {id(p) for name, p in adams if adam.decay_norms or (p.ndim >= 2 and "norm" not in name and not name.endswith("bias"))}
+    matrices, decayed = [p for _, p in trained if id(p) in muons], [p for _, p in adams if id(p) in chosen]
+    plain = [p for _, p in adams if id(p) not in chosen]
     groups = [{"params": decayed, "weight_decay": adam.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     # foreach would stack parameters of different meshes (experts, dense), which DTensor refuses
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=adam.lr, betas=tuple(adam.betas), eps=adam.eps, foreach=False)
+    parts: list[torch.optim.Optimizer] = [torch.optim.AdamW([g for g in groups if g["params"]], lr=adam.lr, betas=tuple(adam.betas),
+                                                            eps=adam.eps, foreach=False)]
+    if matrices:
+        decay = adam.weight_decay if muon.weight_decay is None else muon.weight_decay
+        parts.append(torch.optim.Muon([{"params": matrices, "scale": muon.lr / adam.lr}], lr=muon.lr, weight_decay=decay,
+                                      momentum=muon.momentum, ns_steps=muon.ns_steps))
+    return Optimizers(parts)
 
 
 def learning_rate(config: OptimConfig, position: float, total: int | None) -> float:
@@ -71,12 +111,13 @@ def local_square_sum(parameters: list[torch.nn.Parameter], world_size: int) -> t
     return total
 
 
-def guarded_step(optimizer: torch.optim.Optimizer, rate: float, max_norm: float, local_loss: torch.Tensor,
+def guarded_step(optimizer: Optimizers | torch.optim.Optimizer, rate: float, max_norm: float, local_loss: torch.Tensor,
                  device: torch.device) -> tuple[float, float]:
-    """Clip the global gradient norm, check loss and norm on all ranks, step, and clear the gradients.
+    """Clip the global gradient norm, check loss and norm on all ranks, step, check the weights, and clear the gradients.
 
-    local_loss: this rank's share of the loss; the shares add up. Returns (loss, norm before clipping),
-    equal on all ranks. Raises TrainingError on all ranks, without stepping, if either is not finite.
+    local_loss: this rank's share of the loss; the shares add up. Returns (loss, norm before clipping), equal on all
+    ranks. Raises on all ranks BadStep, without stepping, if either is not finite; TrainingError if a weight is not
+    finite after the step: such weights are beyond repair and must not be published.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     squares = local_square_sum(parameters, dist.get_world_size())
@@ -85,14 +126,20 @@ def guarded_step(optimizer: torch.optim.Optimizer, rate: float, max_norm: float,
     norm, loss = math.sqrt(packed[0].item()) if packed[0] >= 0 else math.nan, packed[1].item()
     if not (math.isfinite(norm) and math.isfinite(loss)):
         optimizer.zero_grad(set_to_none=True)
-        raise TrainingError(f"loss {loss} and gradient norm {norm}: expected finite numbers; the optimizer step was not made. "
-                            "Lower actor.adam.lr, or look at the step's saved trajectories with tools/replay.py")
+        raise BadStep(f"loss {loss} and gradient norm {norm}: expected finite numbers; the optimizer step was not made. "
+                      "Lower actor.adam.lr, or look at the step's saved trajectories with tools/replay.py")
     if max_norm > 0 and norm > max_norm:
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(max_norm / (norm + 1e-6))
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("scale", 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    bad = sum(((~torch.isfinite(p.to_local() if isinstance(p, DTensor) else p.detach())).sum().to(device) for p in parameters),
+              torch.zeros((), device=device, dtype=torch.int64))
+    dist.all_reduce(bad)
+    if bad.item():
+        raise TrainingError(f"{bad.item()} weights are not finite after a step of learning rate {rate:g} with gradient norm {norm:g}: "
+                            "lower actor.adam.lr and go on from the last checkpoint with --ckpt.resume; these weights are not published")
     return loss, norm

@@ -18,7 +18,7 @@ import numpy as np
 class StepPlan:
     """One optimizer step. `micro_batches[rank][m]` lists segment numbers; it may be empty.
 
-    denominator: the number of action tokens of the step over all ranks; the loss divides by it.
+    denominator: the number of action tokens of the step over all ranks.
     """
 
     micro_batches: list[list[list[int]]]
@@ -27,6 +27,9 @@ class StepPlan:
     @property
     def micro_batch_count(self) -> int:
         return len(self.micro_batches[0])
+
+    def segments(self) -> list[int]:
+        return [segment for rank in self.micro_batches for micro in rank for segment in micro]
 
 
 @dataclass
@@ -53,18 +56,36 @@ class Plan:
         return cls(world_size, steps)
 
 
-def pack(lengths: Sequence[int], budget: int, bins: int = 1) -> list[list[int]]:
-    """Pack items into at least `bins` bins of at most `budget` tokens; returns item numbers, fullest bin first.
+def attention_costs(lengths: Sequence[int], hidden_size: int) -> list[float]:
+    """What a segment costs, in tokens of a short one: L + L^2 / (12 hidden), matrix products plus causal attention of a decoder layer."""
+    return [length * (1 + length / (12 * hidden_size)) for length in lengths]
+
+
+def token_shares(aggregation: str, sequence: np.ndarray, longest: int) -> np.ndarray:
+    """The weight of each token's loss in the loss of an optimizer step, float64 [M]: one denominator for all ranks.
+
+    sequence: int [M], the rollout of each sampled token of the step. A sequence is a rollout, however it is cut into
+    segments, so neither ranks nor packing nor segments change a share. longest: what seq-mean-token-sum-norm divides by.
+    """
+    _, index, counts = np.unique(sequence, return_inverse=True, return_counts=True)
+    each = {"token-mean": 1 / len(sequence), "seq-mean-token-mean": 1 / counts[index] / len(counts),
+            "seq-mean-token-sum": 1 / len(counts), "seq-mean-token-sum-norm": 1 / len(counts) / longest}[aggregation]
+    return np.broadcast_to(each, len(sequence)).astype(np.float64)
+
+
+def pack(lengths: Sequence[int], budget: int, bins: int = 1, costs: Sequence[float] | None = None) -> list[list[int]]:
+    """Pack items into at least `bins` bins of at most `budget` tokens; returns item numbers, costliest bin first.
 
     First-fit-decreasing finds how many bins are needed; the items are then spread over that many
-    bins by load, where the budget allows it. An item longer than the budget has a bin of its own.
-    The number of bins returned is a multiple of `bins`; some may be empty.
+    bins by cost (None: tokens), where the budget allows it. An item longer than the budget has a bin of
+    its own. The number of bins returned is a multiple of `bins`; some may be empty.
     """
+    costs = lengths if costs is None else costs
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     tight = _first_fit(order, lengths, budget)
     count = max(1, -(-len(tight) // bins)) * bins
-    spread = _spread(order, lengths, budget, count) or tight + [[] for _ in range(count - len(tight))]
-    return sorted(spread, key=lambda items: (-sum(lengths[i] for i in items), items))
+    spread = _spread(order, lengths, costs, budget, count) or tight + [[] for _ in range(count - len(tight))]
+    return sorted(spread, key=lambda items: (-sum(costs[i] for i in items), items))
 
 
 def _first_fit(order: list[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -81,21 +102,24 @@ def _first_fit(order: list[int], lengths: Sequence[int], budget: int) -> list[li
     return bins
 
 
-def _spread(order: list[int], lengths: Sequence[int], budget: int, count: int) -> list[list[int]] | None:
-    """Longest item to the least loaded bin; None if that would exceed the budget somewhere."""
+def _spread(order: list[int], lengths: Sequence[int], costs: Sequence[float], budget: int, count: int) -> list[list[int]] | None:
+    """Longest item to the bin of least cost that has room for it; None if none has."""
     bins: list[list[int]] = [[] for _ in range(count)]
-    load = [0] * count
+    load, cost = [0] * count, [0.0] * count
     for item in order:
-        slot = min(range(count), key=lambda b: (load[b], b))
-        if bins[slot] and load[slot] + lengths[item] > budget:
+        free = [b for b in range(count) if not bins[b] or load[b] + lengths[item] <= budget]
+        if not free:
             return None
+        slot = min(free, key=lambda b: (cost[b], b))
         bins[slot].append(item)
         load[slot] += lengths[item]
+        cost[slot] += costs[item]
     return bins
 
 
-def plan_step(segments: Sequence[int], lengths: Sequence[int], action_tokens: Sequence[int], world_size: int, budget: int) -> StepPlan:
-    """Plan one optimizer step over the given segment numbers; `lengths` and `action_tokens` are indexed by segment.
+def plan_step(segments: Sequence[int], lengths: Sequence[int], action_tokens: Sequence[int], world_size: int, budget: int,
+              costs: Sequence[float] | None = None) -> StepPlan:
+    """Plan one optimizer step over the given segment numbers; `lengths`, `action_tokens` and `costs` are indexed by segment.
 
     The bins are dealt in rounds of similar load, so that ranks wait little for each other, and
     every second round runs backwards, so that their totals stay close. Raises ValueError if no
@@ -104,7 +128,7 @@ def plan_step(segments: Sequence[int], lengths: Sequence[int], action_tokens: Se
     denominator = int(sum(action_tokens[s] for s in segments))
     if denominator < 1:
         raise ValueError(f"an optimizer step of {len(segments)} segments without an action token")
-    bins = pack([lengths[s] for s in segments], budget, world_size)
+    bins = pack([lengths[s] for s in segments], budget, world_size, costs and [costs[s] for s in segments])
     micro_batches: list[list[list[int]]] = [[] for _ in range(world_size)]
     for at in range(0, len(bins), world_size):
         ranks = range(world_size) if (at // world_size) % 2 == 0 else reversed(range(world_size))
@@ -114,7 +138,7 @@ def plan_step(segments: Sequence[int], lengths: Sequence[int], action_tokens: Se
 
 
 def plan_batch(segment_group: Sequence[int], lengths: Sequence[int], action_tokens: Sequence[int], world_size: int, budget: int,
-               groups_per_step: int = 0) -> Plan:
+               groups_per_step: int = 0, costs: Sequence[float] | None = None) -> Plan:
     """Plan a batch: optimizer steps of `groups_per_step` groups each (0: all in one), in the order of the groups.
 
     segment_group: the group number of each segment. The last step may have fewer groups.
@@ -127,5 +151,5 @@ def plan_batch(segment_group: Sequence[int], lengths: Sequence[int], action_toke
     for at in range(0, len(groups), size):
         chosen = set(groups[at:at + size])
         segments = [s for s, g in enumerate(segment_group) if int(g) in chosen]
-        plan.steps.append(plan_step(segments, lengths, action_tokens, world_size, budget))
+        plan.steps.append(plan_step(segments, lengths, action_tokens, world_size, budget, costs))
     return plan

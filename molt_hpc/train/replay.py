@@ -59,8 +59,8 @@ def read_metrics(run: Path) -> dict[int, dict[str, float]]:
     if path.is_file():
         for line in path.read_text().splitlines():
             record = json.loads(line)
-            if all(key in record for key in ("step", *KEYS)):
-                found[record["step"]] = {key: record[key] for key in KEYS}
+            if "step" in record and ("batch_skipped" in record or all(key in record for key in KEYS)):
+                found[record["step"]] = {key: record.get(key, 0.0) for key in KEYS}
     return found
 
 
@@ -99,7 +99,8 @@ def replay(run: Path, step: int, total_steps: int | None) -> list[Comparison]:
     for number in range(first, step + 1):
         raw = shard_path(run, number).read_bytes() if dist.get_rank() == 0 else None
         metrics = actor.train_batch(raw)
-        found.append(Comparison(number, {key: metrics[key] for key in KEYS}, recorded.get(number)))
+        # a batch that was left out has neither, in the run and here
+        found.append(Comparison(number, {key: metrics.get(key, 0.0) for key in KEYS}, recorded.get(number)))
         if dist.get_rank() == 0:
             print(found[-1].line(), flush=True)
     return found

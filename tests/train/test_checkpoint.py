@@ -34,6 +34,15 @@ def test_training_resumes_bit_equal_in_a_new_process(tiny_qwen3, write_config, t
 
 
 @pytest.mark.slow
+def test_critic_muon_and_the_kl_coefficient_resume_too(tiny_qwen3, write_config, tmp_path: Path):
+    config = write_config(tiny_qwen3, actor__optim="muon", algo__advantage__estimator="gae", algo__kl__init_coef=0.1,
+                          algo__kl__target=0.001, algo__kl__horizon=100)
+    assert_resumes_bit_equal(config, tmp_path)
+    coefficients = [record["kl_coef"] for record in json.loads((tmp_path / "straight.json").read_text())[0]]
+    assert len(set(coefficients)) == len(coefficients)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "options"), [
     ("qwen3", {}), ("qwen3", {"fsdp__tp_size": 2}), ("qwen3_moe", {"fsdp__ep_size": 2})], ids=["dense", "tp2", "ep2"])
 def test_automodel_training_resumes_bit_equal(tiny_models, write_config, tmp_path: Path, kind, options):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +14,15 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from molt_hpc.config import FsdpConfig, RunConfig, load
+from molt_hpc.config import RunConfig, load
 from molt_hpc.data.shards import Batch, read_shard
 from molt_hpc.train.actor import Actor, TrainingError
 from molt_hpc.train.checkpoint import load_checkpoint, nearest, save_checkpoint
 from molt_hpc.train.export import export_hf
 from molt_hpc.train.logprob import pack_segments
-from molt_hpc.train.loss import LossSettings, policy_loss
-from molt_hpc.train.micro import TokenSums
-from molt_hpc.train.model import build_model
-from molt_hpc.train.planner import plan_step
+from molt_hpc.train.metrics import TokenSums
+from molt_hpc.train.micro import TokenTable, whole_sequences
+from molt_hpc.train.optim import Optimizers
 from tests.batches import random_batch
 
 
@@ -49,8 +50,9 @@ def gradients(actor: Actor) -> dict[str, torch.Tensor]:
 
 def batch_gradient(actor: Actor, batch: Batch) -> tuple[dict[str, torch.Tensor], float]:
     """Gradient and loss of a batch's first optimizer step, by the actor's own code up to the step itself."""
-    plan, advantages = actor._share_plan(batch)
-    total = actor._backward(batch, plan.steps[0], advantages, None, TokenSums(), True)
+    plan, table = actor._share_plan(batch), TokenTable(batch)
+    actor._prepare(plan, table, 1, whole_sequences(plan, table))
+    total = actor._backward(table, plan.steps[0], TokenSums(), True)
     dist.all_reduce(total)
     found = gradients(actor)
     actor.optimizer.zero_grad()
@@ -94,28 +96,56 @@ def split_spans(batch: Batch) -> Batch:
                  group_ordinal=batch.group_ordinal, rollouts=batch.rollouts)
 
 
-def double_invariance(folder: str, out: str, *budgets: str) -> None:
-    """The policy gradient in float64: masters, forward pass, loss and reduction."""
-    model = build_model(folder, "transformers", FsdpConfig(param_dtype="float64"), False, torch.float64)
-    model.head.chunk_elements = 3 * 384
-    rng = np.random.default_rng(5)
-    segments = [rng.integers(3, 330, n) for n in rng.integers(6, 50, 12)]
-    masks = [np.r_[False, rng.random(len(ids) - 1) < 0.6] | (np.arange(len(ids)) == 3) for ids in segments]
-    old = [rng.normal(-5.8, 0.4, mask.sum()) for mask in masks]
-    for budget in budgets:
-        plan = plan_step(range(12), [len(s) for s in segments], [int(m.sum()) for m in masks], model.data_size, int(budget))
-        for chosen in plan.micro_batches[model.data_rank]:
-            weight = 1.0 if chosen else 0.0
-            rows = chosen or [0]
-            packed = pack_segments([segments[r] for r in rows], [masks[r] for r in rows], [1.0] * len(rows), model.device)
-            current, _ = model.score(packed)
-            base = torch.from_numpy(np.concatenate([old[r] for r in rows]))
-            advantages = torch.from_numpy(np.concatenate([np.full(len(old[r]), (-1.0) ** r) for r in rows]))
-            result = policy_loss("ppo", current, base, base, advantages, torch.ones_like(base).bool(), LossSettings())
-            (result.loss.sum() * weight / plan.denominator).backward()
-        full = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
-        save_on_rank_0(full, f"{out}/{dist.get_world_size()}_{budget}.safetensors")
-        model.module.zero_grad()
+def in_another_order(batch: Batch) -> Batch:
+    """The same rollouts from the last to the first: another packing order."""
+    order = np.arange(len(batch.rollout_reward))[::-1]
+    segments = np.concatenate([np.flatnonzero(batch.segment_rollout == r) for r in order])
+    tokens = np.concatenate([np.arange(batch.segment_offsets[s], batch.segment_offsets[s + 1]) for s in segments])
+    new_number = np.argsort(order)
+    return replace(batch, **{name: getattr(batch, name)[tokens] for name in ("token_ids", "logprobs", "action_mask", "versions")},
+                   segment_offsets=np.concatenate([[0], np.cumsum(batch.segment_lengths[segments])]).astype(np.int64),
+                   segment_rollout=new_number[batch.segment_rollout[segments]].astype(np.int32),
+                   segment_temperature=batch.segment_temperature[segments], rollout_reward=batch.rollout_reward[order],
+                   rollout_score=batch.rollout_score[order], rollout_group=batch.rollout_group[order],
+                   rollouts=[batch.rollouts[r] for r in order])
+
+
+def start_again(actor: Actor, start: list[torch.Tensor]) -> torch.Tensor:
+    """Put the weights back; returns how far they had come, all of them in one row."""
+    moved, parameters = [], [p for _, model, _ in actor.learners() for _, p in model.named_parameters()]
+    with torch.no_grad():
+        for parameter, before in zip(parameters, start, strict=True):
+            difference = parameter - before
+            moved.append((difference.full_tensor() if isinstance(difference, DTensor) else difference).flatten())
+            parameter.copy_(before)
+    return torch.cat(moved)
+
+
+def double_invariance(config_path: str, out: str, variants: str) -> None:
+    """Two epochs of gradient descent in float64 by the actor itself, for every variant, token budget, packing order and segment split.
+
+    variants: JSON, name -> {dotted option: value}. Writes where the weights of actor and critic went.
+    """
+    for name, options in json.loads(variants).items():
+        overrides = [word for key, value in options.items()
+                     for word in (f"--{key}", *map(str, value if isinstance(value, list) else [value]))]
+        config = load(RunConfig, config_path, overrides)
+        config.fsdp.param_dtype = "float64"
+        actor = Actor(config, 10)
+        actor.optimizer = Optimizers([torch.optim.SGD([p for _, p in actor.model.named_parameters() if p.requires_grad])])
+        if actor.critic:
+            actor.critic.optimizer = Optimizers([torch.optim.SGD([p for _, p in actor.critic.model.named_parameters()])])
+        start = [p.detach().clone() for _, model, _ in actor.learners() for _, p in model.named_parameters()]
+        batch, found = random_batch(3, segments=2), {}
+        small = random_batch(5, groups=1, samples=2, segments=1)
+        small.rollout_reward[:] = 0, 1
+        for label, given, budget in (("100000", batch, 100000), ("40", batch, 40), ("split", split_spans(batch), 90),
+                                     ("order", in_another_order(batch), 90), ("small", small, 90)):
+            config.train.max_tokens_per_gpu = budget
+            metrics = actor.train_batch(raw(given))
+            assert "batch_skipped" not in metrics and metrics["grad_norm"] > 0
+            found[label] = start_again(actor, start)
+        save_on_rank_0(found, f"{out}/{dist.get_world_size()}_{name}.safetensors")
 
 
 def train(config_path: str, out: str, first: str, last: str, save: str = "", resume: str = "") -> None:
@@ -159,11 +189,15 @@ def broken(config_path: str, out: str) -> None:
     before = all_weights(actor)
     batch = random_batch(1)
     batch.logprobs[np.flatnonzero(batch.action_mask)[0]] = np.nan
+    skipped = actor.train_batch(raw(batch))
+    assert skipped["batch_skipped"] == 1 and "loss" not in skipped and actor.step == 1
+    middle = all_weights(actor)
+    assert all(torch.equal(before[name], middle[name]) for name in before)
     caught = 0
     try:
         actor.train_batch(raw(batch))
-    except TrainingError:
-        caught = 1
+    except TrainingError as error:
+        caught = int("2 batches in a row" in str(error))
     refused = random_batch(1)
     refused.rollout_reward[0] = np.inf
     try:
@@ -176,8 +210,21 @@ def broken(config_path: str, out: str) -> None:
     after = all_weights(actor)
     assert all(torch.equal(before[name], after[name]) for name in before)
     metrics = actor.train_batch(raw(random_batch(1)))
+    assert actor.bad_steps == 0
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(metrics))
+
+
+def out_of_memory(config_path: str) -> None:
+    """A micro-batch that does not fit: the error names its tokens, the budget and the option."""
+    actor = Actor(load(RunConfig, config_path, check=False), 10)
+    actor.train_batch(raw(random_batch(1)))
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (48 << 20), resource.getrlimit(resource.RLIMIT_AS)[1]))
+    try:
+        actor.train_batch(raw(random_batch(1, length=(3000, 4000))))
+    except TrainingError as error:
+        print(error)
 
 
 def record_run(run: str, steps: str, save_at: str) -> None:

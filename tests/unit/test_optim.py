@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from molt_hpc.config import AdamConfig, OptimConfig
-from molt_hpc.train.optim import TrainingError, build_optimizer, guarded_step, learning_rate
+from molt_hpc.config import AdamConfig, MuonConfig, OptimConfig
+from molt_hpc.train.optim import BadStep, TrainingError, build_optimizer, guarded_step, learning_rate
 
 CPU = torch.device("cpu")
 
@@ -73,6 +73,44 @@ def test_norms_and_biases_are_not_decayed():
     assert [parameter.detach().mean().item() for _, parameter in named] == pytest.approx([0.95, 1.0, 1.0, 1.0])
 
 
+def test_norms_and_biases_decay_if_they_are_told_to():
+    named = parameters()
+    optimizer = build_optimizer(named, OptimConfig(adam=AdamConfig(lr=0.1, weight_decay=0.5, decay_norms=True)))
+    for _, parameter in named:
+        parameter.grad = torch.zeros_like(parameter)
+    guarded_step(optimizer, 0.1, 1.0, torch.zeros(()), CPU)
+    assert [parameter.detach().mean().item() for _, parameter in named] == pytest.approx([0.95] * 4)
+
+
+def test_muon_trains_the_layers_matrices_and_follows_the_schedule_of_adam():
+    named = [("model.layers.0.mlp.up_proj.weight", torch.nn.Parameter(torch.zeros(4, 4))),
+             ("model.embed_tokens.weight", torch.nn.Parameter(torch.zeros(4, 4))),
+             ("model.layers.0.norm.weight", torch.nn.Parameter(torch.zeros(4)))]
+    optimizer = build_optimizer(named, OptimConfig(optim="muon", adam=AdamConfig(lr=0.1), muon=MuonConfig(lr=0.5)))
+    for name, parameter in named:
+        assert isinstance(optimizer.owner(parameter), torch.optim.Muon) == ("up_proj" in name)
+        parameter.grad = torch.eye(4) if parameter.ndim == 2 else torch.ones(4)
+    guarded_step(optimizer, 0.05, 0.0, torch.zeros(()), CPU)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.05, 0.25])
+    assert named[0][1].detach().diagonal().mean().item() == pytest.approx(-0.25, rel=0.3), "an orthogonal step of the rate's length"
+    assert named[1][1].detach().diagonal().tolist() == pytest.approx([-0.05] * 4)
+
+
+def test_parameters_that_keep_their_values_are_no_business_of_the_optimizer():
+    named = parameters()
+    named[0][1].requires_grad_(False)
+    chosen = [p for group in build_optimizer(named, OptimConfig()).param_groups for p in group["params"]]
+    assert len(chosen) == 3 and not any(p is named[0][1] for p in chosen)
+
+
+def test_weights_that_are_not_finite_after_a_step_are_not_to_be_published():
+    parameter = torch.nn.Parameter(torch.full((2,), 3e38))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    parameter.grad = torch.tensor([-1.0, 0.0])
+    with pytest.raises(TrainingError, match="1 weights are not finite.*not published"):
+        guarded_step(optimizer, 3e38, 0.0, torch.tensor(0.0), CPU)
+
+
 def test_a_gradient_above_the_norm_is_scaled_and_its_own_norm_reported():
     parameter = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
@@ -87,6 +125,6 @@ def test_what_is_not_finite_changes_nothing(loss: float, grad: float):
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([parameter], lr=1.0, foreach=False)
     parameter.grad = torch.tensor([0.0, grad, 0.0])
-    with pytest.raises(TrainingError, match="expected finite numbers"):
+    with pytest.raises(BadStep, match="expected finite numbers"):
         guarded_step(optimizer, 1.0, 1.0, torch.tensor(loss), CPU)
     assert parameter.detach().tolist() == [1.0] * 3 and not optimizer.state and parameter.grad is None

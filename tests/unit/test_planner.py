@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molt_hpc.train.planner import Plan, pack, plan_batch
+from molt_hpc.train.planner import Plan, attention_costs, pack, plan_batch, token_shares
 
 segments = st.lists(st.tuples(st.integers(0, 6), st.integers(2, 300)), min_size=1, max_size=60)
 cases = st.tuples(segments, st.integers(1, 8), st.integers(1, 400), st.integers(0, 4))
@@ -97,3 +97,32 @@ def test_a_step_without_action_tokens_is_refused():
 def test_a_budget_below_one_is_refused():
     with pytest.raises(ValueError, match="max_tokens_per_gpu"):
         plan_batch([0], [5], [1], 2, 0)
+
+
+def test_long_segments_weigh_more_than_their_tokens():
+    lengths = [4000] + [500] * 8
+    plan = plan_batch([0] * 9, lengths, lengths, 2, 8192, costs=attention_costs(lengths, 128))
+    ranks = [sum(rank, []) for rank in plan.steps[0].micro_batches]
+    assert sorted(map(len, ranks)) == [1, 8], "the rank with the long segment gets none of the short ones"
+    assert sorted(len(sum(rank, [])) for rank in plan_batch([0] * 9, lengths, lengths, 2, 8192).steps[0].micro_batches) == [1, 8]
+    lengths = [4000] + [500] * 12
+    plan = plan_batch([0] * 13, lengths, lengths, 2, 8192, costs=attention_costs(lengths, 128))
+    by_tokens = plan_batch([0] * 13, lengths, lengths, 2, 8192)
+    longest = [next(len(sum(rank, [])) for rank in p.steps[0].micro_batches if 0 in sum(rank, [])) for p in (plan, by_tokens)]
+    assert longest[0] < longest[1]
+
+
+AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=40), st.sampled_from(AGGREGATIONS), st.randoms())
+@settings(deadline=None)
+def test_shares_are_the_textbook_means_in_any_order(sequence, name, random):
+    sequence = np.array(sequence)
+    losses = np.random.default_rng(len(sequence)).normal(size=len(sequence))
+    rows = [losses[sequence == s] for s in np.unique(sequence)]
+    expected = {"token-mean": losses.mean(), "seq-mean-token-mean": np.mean([r.mean() for r in rows]),
+                "seq-mean-token-sum": np.mean([r.sum() for r in rows]), "seq-mean-token-sum-norm": np.mean([r.sum() / 50 for r in rows])}
+    order = list(range(len(sequence)))
+    random.shuffle(order)
+    assert (losses[order] * token_shares(name, sequence[order], 50)).sum() == pytest.approx(expected[name])
