@@ -23,6 +23,8 @@ class Prompt:
     text: str | None = None
     label: Any = None
     source: str = ""
+    tools: list[dict[str, Any]] | None = None
+    options: dict[str, Any] | None = None
 
     def to_header(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -98,7 +100,8 @@ class Segment:
 class Rollout:
     """One finished run of the agent on one prompt; its segments share reward and score.
 
-    stop_reason: `terminated` (the environment ended), `turn_limit` (rollout.max_turns) or `token_limit` (data.max_len).
+    stop_reason: `terminated` (the agent ended), `turn_limit` (rollout.max_turns) or `token_limit` (data.max_len).
+    turn_rewards: one for each action span of all segments in their order, or None.
     """
 
     group_id: int
@@ -114,6 +117,7 @@ class Rollout:
     turns: int
     seconds: float
     info: dict[str, float] = field(default_factory=dict)
+    turn_rewards: list[float] | None = None
 
     def check(self) -> None:
         if not self.segments:
@@ -126,7 +130,7 @@ class Rollout:
     def to_wire(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """(header fields, named arrays); segments are laid end to end, `segment_lengths` cuts them."""
         header = {k: getattr(self, k) for k in ("group_id", "sample", "attempt", "reward", "score", "stop_reason",
-                                               "terminated", "truncated", "turns", "seconds", "info")}
+                                               "terminated", "truncated", "turns", "seconds", "info", "turn_rewards")}
         versions = np.concatenate([s.version_spans[:, 2] for s in self.segments])
         header |= {"prompt": self.prompt.to_header(), "temperatures": [s.temperature for s in self.segments],
                    "sampled_tokens": int(sum(s.action_mask().sum() for s in self.segments)),
@@ -146,5 +150,5 @@ class Rollout:
                                     arrays["action_spans"][at[1]:to[1]], arrays["version_spans"][at[2]:to[2]], temperature))
             at = to
         fields = {k: header[k] for k in ("group_id", "sample", "attempt", "reward", "score", "stop_reason",
-                                         "terminated", "truncated", "turns", "seconds", "info")}
+                                         "terminated", "truncated", "turns", "seconds", "info", "turn_rewards")}
         return cls(prompt=Prompt(**header["prompt"]), segments=segments, **fields)

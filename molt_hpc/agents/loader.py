@@ -6,14 +6,22 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from molt_hpc.agents.base import Env
+from molt_hpc.agents.base import (
+    AgentRunner,
+    ChatAgent,
+    ChatAgentRunner,
+    Env,
+    StepEnvRunner,
+)
+
+GIVEN = (AgentRunner, StepEnvRunner, ChatAgentRunner)
 
 
-def load_agent(path: str | Path) -> type[Env]:
+def load_agent(path: str | Path) -> type[Env | ChatAgent]:
     """Import an agent file and return its agent class.
 
-    The class is the only subclass of Env that the file itself defines, or the one that it names
-    `Agent`. Raises ValueError if the file is missing, cannot be imported or does not name one class.
+    The class is the one that the file's `AgentRunner` names, or the one that it calls `Agent`, or the only subclass of Env or
+    ChatAgent that it defines. Raises ValueError if the file is missing, cannot be imported or does not name one class.
     """
     path = Path(path).resolve()
     if not path.is_file():
@@ -25,16 +33,20 @@ def load_agent(path: str | Path) -> type[Env]:
     sys.path.insert(0, str(path.parent))  # files beside the agent can be imported by it
     try:
         spec.loader.exec_module(module)
+        runner = vars(module).get("AgentRunner")
+        if isinstance(runner, type) and issubclass(runner, AgentRunner) and runner not in GIVEN:
+            return runner().agent
     except Exception as error:  # whatever the user's file raises is the user's to see
         raise ValueError(f"train.agent_path: {path} cannot be imported: {type(error).__name__}: {error}") from error
     return _only_class(module, name, path)
 
 
-def _only_class(module: object, name: str, path: Path) -> type[Env]:
-    found = [v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Env) and v.__module__ == name]
-    chosen = [c for c in found if c.__name__ == "Agent"] or found
+def _only_class(module: object, name: str, path: Path) -> type[Env | ChatAgent]:
+    found = [v for v in vars(module).values() if isinstance(v, type) and issubclass(v, (Env, ChatAgent)) and v.__module__ == name]
+    leaves = [c for c in found if not any(c is not other and issubclass(other, c) for other in found)]
+    chosen = [c for c in found if c.__name__ == "Agent"] or leaves
     if len(chosen) != 1:
         names = ", ".join(c.__name__ for c in chosen) or "none"
-        raise ValueError(f"train.agent_path: {path} must define one subclass of molt_hpc.agents.Env "
-                         f"(or name one of them Agent); it defines {names}")
+        raise ValueError(f"train.agent_path: {path} must define one subclass of molt_hpc.agents.Env or ChatAgent (or name one of "
+                         f"them Agent, or define an AgentRunner); it defines {names}")
     return chosen[0]

@@ -59,7 +59,11 @@ def _row(config: DataConfig, path: Path, number: int, line: str) -> dict[str, An
         raise ValueError(f"{where}: expected an object with the column {config.input_key!r} (data.input_key)")
     value = raw[config.input_key]
     row: dict[str, Any] = {"label": raw.get(config.label_key), "source": str(raw.get("source", path.stem)),
-                           "id": str(raw.get("id", hashlib.sha256(line.encode()).hexdigest()[:16]))}
+                           "id": str(raw.get("id", hashlib.sha256(line.encode()).hexdigest()[:16])), "options": raw.get("options")}
+    try:
+        row["tools"] = json.loads(raw["tools"]) if isinstance(raw.get("tools"), str) else raw.get("tools")
+    except json.JSONDecodeError:
+        raise ValueError(f"{where}: 'tools' is neither a list nor a list as JSON text") from None
     if isinstance(value, str):
         return row | {"text": value}
     good = isinstance(value, list) and value and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value)

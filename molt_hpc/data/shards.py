@@ -14,7 +14,7 @@ A shard opens with plain `safetensors` and no code of this project. Its arrays:
     group_ordinal int64 [G]       the prompt's ordinal
 
 The metadata (text) holds `schema`, `step`, `version` (of the weights that the step starts from) and
-`rollouts`, a JSON list with id, prompt, stop reason, turns, seconds and info of each rollout.
+`rollouts`, a JSON list with id, prompt, stop reason, turns, seconds, info and turn rewards of each rollout.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def build_batch(step: int, version: int, rollouts: list[Rollout]) -> Batch:
         group_ordinal=np.array(ordinals, np.int64),
         rollouts=[{"group_id": r.group_id, "sample": r.sample, "attempt": r.attempt, "prompt": r.prompt.to_header(),
                    "stop_reason": r.stop_reason, "terminated": r.terminated, "truncated": r.truncated,
-                   "turns": r.turns, "seconds": r.seconds, "info": r.info} for r in rollouts])
+                   "turns": r.turns, "seconds": r.seconds, "info": r.info, "turn_rewards": r.turn_rewards} for r in rollouts])
 
 
 def shard_path(run: Path, step: int) -> Path:

@@ -1,23 +1,29 @@
-"""One rollout from lease to record: reset, then turns of generate and step until the environment has ended.
+"""One rollout from lease to record, with an Env whose turns are driven here.
 
 Nothing is re-tokenised: the prompt is tokenised once, each turn's sampled ids are kept as they came, and only
-what the environment says in between is tokenised anew.
+what the environment says in between is tokenised anew. chat_episode.py has the other kind, where the agent owns the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from molt_hpc.config import RunConfig
-from molt_hpc.records import Lease, Rollout, Segment
+from molt_hpc.records import Lease, Rollout
+from molt_hpc.rollout.dialect import Dialect, Message
 from molt_hpc.rollout.engine import Engine
 from molt_hpc.rollout.generate import Turn, generate
-from molt_hpc.rollout.isolation import AgentFault, AgentProcess, AgentProcessGone
+from molt_hpc.rollout.isolation import (
+    AgentFault,
+    AgentLate,
+    AgentProcess,
+    AgentProcessGone,
+)
+from molt_hpc.rollout.sampling import Sampling, parse_sampling
+from molt_hpc.rollout.session import ContextOverflow, Node, Plan, Session
 
 
 class DataFault(Exception):
@@ -28,122 +34,165 @@ class DataFault(Exception):
         self.traceback = traceback
 
 
-@dataclass
-class TokenStream:
-    """The growing token sequence of one segment and what is known of each sampled token."""
-
-    token_ids: list[int]
-    logprobs: list[np.ndarray] = field(default_factory=list)
-    action_spans: list[tuple[int, int]] = field(default_factory=list)
-    version_spans: list[np.ndarray] = field(default_factory=list)
-
-    def add_turn(self, turn: Turn) -> None:
-        start = len(self.token_ids)
-        self.token_ids += turn.token_ids.tolist()
-        self.logprobs.append(turn.logprobs)
-        self.action_spans.append((start, len(self.token_ids)))
-        self.version_spans.append(turn.version_spans + np.array([start, start, 0], np.int32))
-
-    def segment(self, temperature: float) -> Segment:
-        logprobs = np.zeros(len(self.token_ids), np.float32)
-        for (start, end), values in zip(self.action_spans, self.logprobs, strict=True):
-            logprobs[start:end] = values
-        return Segment(np.array(self.token_ids, np.int32), logprobs, np.array(self.action_spans, np.int32).reshape(-1, 2),
-                       np.concatenate(self.version_spans).astype(np.int32), temperature)
-
-
 class Episode:
-    """Runs one lease against one engine and one agent process."""
+    """What both kinds share: the lease with its one deadline, the token tree, the way to the engine and to the agent's process.
 
-    def __init__(self, lease: Lease, config: RunConfig, tokenizer: Any, engine: Engine, agent: AgentProcess):
-        self.lease, self.config, self.tokenizer, self.engine, self.agent = lease, config, tokenizer, engine, agent
+    hung: a call did not end when it was cancelled; the agent's process has to be replaced.
+    """
+
+    def __init__(self, lease: Lease, config: RunConfig, dialect: Dialect, engine: Engine, agent: AgentProcess):
+        self.lease, self.config, self.dialect, self.engine, self.agent = lease, config, dialect, engine, agent
+        self.session = Session(dialect, config.data.max_len)
+        self.default = Sampling(config.rollout.temperature, config.rollout.max_new_tokens)
         self.started = self.last_progress = time.monotonic()
-        self.tokens = 0
-        self.generating = False
+        self.tokens = self.requests = self.generating = 0
+        self.hung = self.engine_late = False
 
-    def _left(self) -> float:
-        return self.lease.timeout - (time.monotonic() - self.started)
+    def left(self) -> float:
+        """Seconds until the rollout's deadline."""
+        return max(self.lease.timeout - (time.monotonic() - self.started), 0.0)
 
     def progressed(self, since: float) -> bool:
         """Whether a turn ended, an agent's call began, or the engine sampled tokens for anybody since then."""
-        return self.last_progress >= since or (self.generating and self.engine.last_progress >= since)
+        return self.last_progress >= since or (self.generating > 0 and self.engine.last_progress >= since)
 
-    async def _ask(self, op: str, state: dict[str, Any] | None = None) -> Any:
+    def messages(self) -> list[Message]:
+        prompt = self.lease.prompt
+        return prompt.messages or [{"role": "user", "content": prompt.text}]
+
+    async def ask(self, op: str, state: dict[str, Any] | None = None) -> Any:
+        """One call of the agent's code, within what is left of the deadline."""
         self.last_progress = time.monotonic()
         try:
-            return await self.agent.call(op, self.lease.id, state, self._left())
+            return await self.agent.call(op, self.lease.id, state, self.left())
         except AgentFault as fault:
             raise DataFault(f"{op} raised {fault}", fault.traceback) from None
+        except AgentLate as late:
+            self.hung |= late.hung
+            raise
 
-    def _prompt_text(self) -> str:
-        prompt = self.lease.prompt
-        if not self.config.data.apply_chat_template:
-            return prompt.text
-        messages = prompt.messages or [{"role": "user", "content": prompt.text}]
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    async def sample(self, plan: Plan, sampling: Sampling, choice: int = 0, on_tokens: Callable[[list[int]], None] | None = None) -> Turn:
+        """One turn after a plan's prompt, the `choice`-th for the same request; `on_tokens` hears of its tokens as they come.
 
-    def _tokenize(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        Raises EngineError, or TimeoutError at the deadline.
+        """
+        room = self.config.data.max_len - plan.length
+        self.requests += 1
+        request = f"{self.lease.id}.{self.requests}"
+        seed = self.lease.seed + self.requests if sampling.seed is None else sampling.seed + choice
+        self.generating += 1
+        try:
+            async with asyncio.timeout(self.left()):
+                turn = await generate(self.engine, plan.prompt_json(), min(room, sampling.max_tokens or room), sampling.temperature, seed,
+                                      request, on_tokens, **sampling.engine_fields())
+        except TimeoutError:
+            self.engine_late = True
+            raise TimeoutError("the engine was still generating") from None
+        finally:
+            self.generating -= 1
+            self.last_progress = time.monotonic()
+        self.tokens += len(turn.token_ids)
+        return turn
 
     async def run(self) -> Rollout:
-        """Raises DataFault, AgentProcessGone, EngineError or TimeoutError; the environment is closed in every case."""
+        """Raises DataFault, AgentProcessGone, EngineError or TimeoutError; the agent is closed in every case."""
         try:
-            return await self._turns(await self._reset())
+            async with asyncio.timeout(self.left()):
+                await self.agent.slots.acquire()
+        except TimeoutError:
+            raise TimeoutError(f"agent process {self.agent.index} was busy with other rollouts") from None
+        try:
+            return await self.play()
         finally:
             try:
-                await self.agent.call("close", self.lease.id, None, min(10.0, max(self._left(), 1.0)))
+                await self.agent.call("close", self.lease.id, None, min(10.0, max(self.left(), 1.0)))
+            except AgentLate as late:
+                self.hung |= late.hung
             except (AgentFault, AgentProcessGone, ConnectionError, TimeoutError):
-                pass  # the rollout's own outcome is what counts; a hanging process is replaced by the worker
+                pass  # the rollout's own outcome is what counts
+            self.agent.slots.release()
 
-    async def _reset(self) -> TokenStream:
-        text = self._prompt_text()
-        text = await self._ask("reset", {"observation": text, "label": self.lease.prompt.label, "seed": self.lease.seed})
-        stream = TokenStream(self._tokenize(text))
-        if not 0 < len(stream.token_ids) < self.config.data.max_len:
-            raise DataFault(f"prompt {self.lease.prompt.id} has {len(stream.token_ids)} tokens, data.max_len is {self.config.data.max_len}")
-        return stream
+    async def play(self) -> Rollout:
+        raise NotImplementedError
 
-    async def _generate(self, stream: TokenStream, turn: int) -> Turn:
-        room = self.config.data.max_len - len(stream.token_ids)
-        limit = min(room, self.config.rollout.max_new_tokens or room)
-        request = f"{self.lease.id}.{turn}"
-        sampled = generate(self.engine, stream.token_ids, limit, self.config.rollout.temperature, self.lease.seed + turn, request)
-        self.generating = True
-        try:
-            async with asyncio.timeout(max(self._left(), 0.0)):
-                result = await sampled
-        finally:
-            self.generating, self.last_progress = False, time.monotonic()
-        self.tokens += len(result.token_ids)
-        return result
-
-    async def _turns(self, stream: TokenStream) -> Rollout:
-        reward, score, info = 0.0, None, {}
-        for turn in range(1, self.config.rollout.max_turns + 1):
-            observation = self.tokenizer.decode(stream.token_ids)
-            sampled = await self._generate(stream, turn)
-            stream.add_turn(sampled)
-            action = self.tokenizer.decode(sampled.token_ids.tolist())
-            step = await self._ask("step", {"observation_text": observation, "action_text": action, "label": self.lease.prompt.label,
-                                            "turn": turn})
-            reward, score, info = reward + step["reward"], step["score"], step["info"]
-            if step["terminated"] or step["truncated"]:
-                return self._rollout(stream, reward, score, info, "terminated", step["terminated"], step["truncated"], turn)
-            stream.token_ids += self._tokenize(step["observation"])
-            if len(stream.token_ids) >= self.config.data.max_len:
-                # what was said last no longer fits: the segment ends with the tokens that were sampled
-                del stream.token_ids[stream.action_spans[-1][1]:]
-                return self._rollout(stream, reward, score, info, "token_limit", False, True, turn)
-        return self._rollout(stream, reward, score, info, "turn_limit", False, True, self.config.rollout.max_turns)
-
-    def _rollout(self, stream: TokenStream, reward: float, score: float | None, info: dict[str, float], stop_reason: str,
-                 terminated: bool, truncated: bool, turns: int) -> Rollout:
-        lease = self.lease
-        rollout = Rollout(lease.group_id, lease.sample, lease.attempt, lease.prompt, [stream.segment(self.config.rollout.temperature)],
-                          reward, reward if score is None else score, stop_reason, terminated, truncated, turns,
-                          time.monotonic() - self.started, info)
+    def rollout(self, result: dict[str, Any], stop_reason: str, turn_rewards: list[float] | None) -> Rollout:
+        """The record. result: reward, score, info, terminated, truncated. turn_rewards: one for each sampled reply."""
+        lease, segments, replies = self.lease, self.session.segments(), len(self.session.nodes)
+        if turn_rewards is not None:
+            if len(turn_rewards) != replies:
+                raise DataFault(f"the agent gave {len(turn_rewards)} turn_rewards for {replies} sampled replies")
+            turn_rewards = [turn_rewards[number] for number in self.session.span_owners()]
+        reward, score = result["reward"], result["score"]
+        rollout = Rollout(lease.group_id, lease.sample, lease.attempt, lease.prompt, segments, reward, reward if score is None else score,
+                          stop_reason, result["terminated"], result["truncated"], replies, time.monotonic() - self.started, result["info"],
+                          turn_rewards)
         try:
             rollout.check()
         except ValueError as error:
             raise DataFault(f"the rollout cannot be trained on: {error}") from None
         return rollout
+
+
+class EnvEpisode(Episode):
+    """Reset, then turns of sample and step until the environment has ended."""
+
+    async def play(self) -> Rollout:
+        prompt = await self._reset()
+        plan = self._plan(None, prompt)
+        if plan is None:
+            raise DataFault(f"prompt {self.lease.prompt.id} has {len(prompt)} tokens, data.max_len is {self.config.data.max_len}")
+        seen, rewards, sampling, total = self.dialect.text(prompt), [], self.default, 0.0
+        for number in range(1, self.config.rollout.max_turns + 1):
+            turn = await self.sample(plan, sampling)
+            node = self.session.commit(plan, turn, sampling.temperature)
+            action = self.dialect.text(turn.token_ids.tolist())
+            used = {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens}
+            reply = self.dialect.text(turn.token_ids[:-1].tolist()) if node.stop is not None else action
+            step = await self.ask("step", {"observation_text": seen, "action_text": action, "reply_text": reply, "turn": number,
+                                           "label": self.lease.prompt.label, "sampling_params": used})
+            rewards.append(step["reward"])
+            total += step["reward"]
+            ended = step["terminated"] or step["truncated"]
+            added = [] if ended else self._observation(node, action, step["observation"])
+            plan = None if ended else self._plan(node, added)
+            if plan is None or number == self.config.rollout.max_turns:
+                reason = "terminated" if ended else "token_limit" if plan is None else "turn_limit"
+                step |= {"reward": total} | ({} if ended else {"truncated": True})
+                return self.rollout(step, reason, rewards)
+            seen += action + self.dialect.text(added)
+            sampling = parse_sampling(step["sampling_params"] or {}, self.default)
+        raise AssertionError("rollout.max_turns is at least 1")
+
+    def _plan(self, parent: Node | None, ids: list[int]) -> Plan | None:
+        """None if there is no room for another token."""
+        try:
+            return self.session.plan_ids(parent, ids)
+        except ContextOverflow:
+            return None
+
+    async def _reset(self) -> list[int]:
+        prompt, templated = self.lease.prompt, self.config.data.apply_chat_template
+        text = self.dialect.render(self.messages(), prompt.tools) if templated else prompt.text
+        answer = await self.ask("reset", {"observation": text, "messages": self.messages(), "label": prompt.label, "seed": self.lease.seed,
+                                          "options": prompt.options})
+        return self.dialect.ids(answer if isinstance(answer, str) else self.dialect.render(answer, prompt.tools))
+
+    def _observation(self, node: Node, action: str, observation: Any) -> list[int]:
+        """Tokens of what the environment says, as `Env.step` describes it."""
+        if isinstance(observation, list) and all(isinstance(i, int) for i in observation):
+            return observation
+        if isinstance(observation, str):
+            opening = self.dialect.opening().strip()
+            if not observation or not self.config.data.apply_chat_template or (opening and opening.splitlines()[0] in observation):
+                return self.dialect.ids(observation)
+            observation = [{"role": "user", "content": observation}]
+        if not (isinstance(observation, list) and all(isinstance(m, dict) and "role" in m for m in observation)):
+            raise DataFault(f"step gave an observation of type {type(observation).__name__}: expected text, messages or token ids")
+        results = [m for m in observation if m["role"] == "tool"]
+        calls = [{"id": m.get("tool_call_id", f"call_{i}"), "type": "function", "function": {"name": m.get("name", "f"), "arguments": {}}}
+                 for i, m in enumerate(results)]
+        reply = {"role": "assistant", "content": action} | ({"tool_calls": calls} if calls else {})
+        for stop in dict.fromkeys([node.stop, None]):  # another end of turn than the template's stays, and gets the template's behind it
+            if (ids := self.dialect.seam(reply, stop, observation, bool(self.lease.prompt.tools))) is not None:
+                return ids
+        raise DataFault("the model's chat template cannot go on from this reply with the messages that step gave as observation")

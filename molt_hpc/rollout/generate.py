@@ -6,6 +6,8 @@ generation_config.json, and a hidden top-k would make the log-probs those of ano
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +18,21 @@ from molt_hpc.rollout.engine import Engine, EngineError
 
 @dataclass
 class Turn:
-    """What an engine sampled: token_ids int32 [N], logprobs float32 [N], spans (start, end, version) over 0..N."""
+    """What an engine sampled: token_ids int32 [N], logprobs float32 [N], spans (start, end, version) over 0..N.
+
+    finish_reason: `stop` or `length`; stop_reason: the stop string or token id that ended it, None for the model's own end of text.
+    """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     version_spans: np.ndarray
     finish_reason: str
+    stop_reason: str | int | None = None
+
+    def stop_token(self) -> int | None:
+        """The sampled token that ended the turn; None if it was cut by a limit or a stop string."""
+        ended = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
+        return int(self.token_ids[-1]) if ended else None
 
 
 def sampling_parameters(max_tokens: int, temperature: float, seed: int) -> dict[str, Any]:
@@ -31,16 +42,37 @@ def sampling_parameters(max_tokens: int, temperature: float, seed: int) -> dict[
             "stop_token_ids": [], "ignore_eos": False, "logprobs": 0, "detokenize": False, "skip_special_tokens": False}
 
 
-async def generate(engine: Engine, token_ids: list[int], max_tokens: int, temperature: float, seed: int, request_id: str) -> Turn:
-    """Sample one turn after `token_ids`. Raises EngineError if the answer lacks what training needs."""
-    body = {"request_id": request_id, "model": "policy", "token_ids": token_ids, "stream": False,
-            "sampling_params": sampling_parameters(max_tokens, temperature, seed)}
+async def generate(engine: Engine, token_ids: list[int] | bytes, max_tokens: int, temperature: float, seed: int, request_id: str,
+                   on_tokens: Callable[[list[int]], None] | None = None, **sampling: Any) -> Turn:
+    """Sample one turn after `token_ids` (a list, or one encoded as JSON); `sampling` replaces further fields of the request.
+
+    on_tokens: called with new ids while the engine samples, all but the last ones. Raises EngineError if the answer lacks what training needs.
+    """
+    if sampling.get("stop"):
+        sampling["detokenize"] = True  # vLLM finds stop strings only in text
+    body = {"request_id": request_id, "model": "policy", "stream": on_tokens is not None,
+            "sampling_params": sampling_parameters(max_tokens, temperature, seed) | sampling}
+    ids = token_ids if isinstance(token_ids, bytes) else json.dumps(token_ids).encode()
     engine.running += 1
     try:
-        answer = await engine.post("/inference/v1/generate", body)
+        raw = json.dumps(body).encode()[:-1] + b', "token_ids": ' + ids + b"}"
+        answer = await (_follow(engine, raw, on_tokens) if on_tokens else engine.post("/inference/v1/generate", raw))
     finally:
         engine.running -= 1
     return parse_answer(answer, f"{engine.name}, request {request_id}")
+
+
+async def _follow(engine: Engine, raw: bytes, on_tokens: Callable[[list[int]], None]) -> dict[str, Any]:
+    """A streamed answer, put together as the whole one would be."""
+    whole: dict[str, Any] = {"token_ids": [], "logprobs": {"content": []}}
+    async for event in engine.stream("/inference/v1/generate", raw):
+        for choice in event.get("choices", ()):
+            whole["token_ids"] += choice.get("token_ids") or []
+            whole["logprobs"]["content"] += (choice.get("logprobs") or {}).get("content") or []
+            whole |= {k: choice[k] for k in ("finish_reason", "stop_reason", "weight_versions") if choice.get(k) is not None}
+            if choice.get("finish_reason") is None:
+                on_tokens(choice.get("token_ids") or [])
+    return {"choices": [whole]}
 
 
 def parse_answer(answer: dict[str, Any], where: str) -> Turn:
@@ -60,4 +92,4 @@ def parse_answer(answer: dict[str, Any], where: str) -> Turn:
     if not len(versions) or versions[0, 0] != 0 or versions[-1, 1] != len(ids):
         raise EngineError(f"{where}: version spans {spans!r} do not cover {len(ids)} tokens")
     logprobs = np.array([c["logprob"] for c in content], np.float32)
-    return Turn(np.array(ids, np.int32), logprobs, versions, str(choice["finish_reason"]))
+    return Turn(np.array(ids, np.int32), logprobs, versions, str(choice.get("finish_reason")), choice.get("stop_reason"))

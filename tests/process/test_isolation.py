@@ -6,24 +6,38 @@ import time
 
 import pytest
 
-from molt_hpc.rollout.isolation import AgentFault, AgentPool, AgentProcessGone
+from molt_hpc.config import AgentConfig
+from molt_hpc.rollout.isolation import AgentFault, AgentLate, AgentPool, AgentProcessGone
 
 AGENT = '''
-import os, subprocess, time
+import ctypes, os, subprocess, sys, time
 from molt_hpc.agents import Env, Result
 
 class Agent(Env):
     def reset(self, state):
         if state["label"] == "raise":
             raise KeyError("no such label")
-        return state["observation"] + "!"
+        return {"observation": state["observation"] + "!"}
 
     def step(self, state):
         word = state["action_text"]
         if word == "hang":
             time.sleep(1000)
+        if word == "hang in C":
+            ctypes.PyDLL(None).sleep(1000)  # holds the interpreter's lock: nothing else runs in this process
         if word == "exit":
             os._exit(3)
+        if word == "sys.exit":
+            sys.exit(4)
+        if word == "memory":
+            return Result(info={"size": len(bytearray(64 << 30))})
+        if word == "bomb":
+            for _ in range(6):
+                if os.fork() == 0:
+                    os.setsid()
+                    os.fork()
+                    time.sleep(1000)
+            time.sleep(1000)
         if word == "child":
             return Result(info={"pid": subprocess.Popen(["sleep", "1000"], start_new_session=True).pid})
         if word == "text":
@@ -32,11 +46,11 @@ class Agent(Env):
 '''
 
 
-def with_pool(tmp_path, body, agent=AGENT, processes=1):
+def with_pool(tmp_path, body, agent=AGENT, **options):
     (tmp_path / "agent.py").write_text(agent)
 
     async def main():
-        pool = AgentPool(str(tmp_path / "agent.py"), processes, 4, tmp_path, "test")
+        pool = AgentPool(str(tmp_path / "agent.py"), AgentConfig(**options), 4, tmp_path, "test")
         try:
             await pool.wait_ready()
             return await body(pool)
@@ -76,24 +90,79 @@ def test_an_exception_comes_back_with_the_users_traceback(tmp_path):
     with_pool(tmp_path, body)
 
 
-def test_a_hanging_step_is_bounded_and_its_process_replaced(tmp_path):
+@pytest.mark.parametrize("word", ["hang", "hang in C", "bomb"])
+def test_a_hanging_step_is_bounded_and_its_process_replaced_with_all_it_started(tmp_path, word):
     async def body(pool):
         await opened(pool)
         await opened(pool, "other")
         hanging = pool.pick()
-        with pytest.raises(TimeoutError, match="step did not return"):
-            await hanging.call("step", "r", {"action_text": "hang"}, 1.0)
         bystander = asyncio.ensure_future(hanging.call("step", "other", {"action_text": "hang"}, 60.0))
         await asyncio.sleep(0.1)
+        with pytest.raises(AgentLate, match="step did not return") as late:
+            await hanging.call("step", "r", {"action_text": word}, 1.0)
+        assert late.value.hung
+        started = descendants(hanging.process.pid)
         pool.replace(hanging)
-        with pytest.raises(AgentProcessGone, match="another rollout|a rollout hung"):
+        with pytest.raises(AgentProcessGone, match="a rollout hung"):
             await bystander
         await opened(pool)
         assert (await ask(pool, "step", {"action_text": "ab"}))["observation"] == "ab"
-        return hanging.process
+        assert len(pool._processes) == 1 and pool.pick() is not hanging
+        await asyncio.to_thread(hanging.process.wait)
+        return [pid for pid in started if alive(pid)]
 
-    process = with_pool(tmp_path, body)
-    assert process.poll() is not None
+    assert with_pool(tmp_path, body) == []
+
+
+def descendants(pid):
+    found = [pid]
+    for one in found:
+        try:
+            found += [int(child) for child in open(f"/proc/{one}/task/{one}/children").read().split()]
+        except FileNotFoundError:
+            pass
+    return found
+
+
+def alive(pid):
+    try:
+        return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_late_call_of_async_code_is_cancelled_and_its_process_lives_on(tmp_path):
+    agent = '''
+import asyncio
+from molt_hpc.agents import Env, Result
+
+class Agent(Env):
+    async def step(self, state):
+        await asyncio.sleep(1000 if state["action_text"] == "hang" else 0)
+        return Result()
+'''
+
+    async def body(pool):
+        await opened(pool)
+        process = pool.pick()
+        with pytest.raises(AgentLate, match="step did not return") as late:
+            await process.call("step", "r", {"action_text": "hang"}, 0.5)
+        assert not late.value.hung and (await ask(pool, "step", {"action_text": "go"}))["terminated"]
+        assert pool.pick() is process
+
+    with_pool(tmp_path, body, agent=agent)
+
+
+def test_memory_is_limited_and_sys_exit_is_an_error_like_others(tmp_path):
+    async def body(pool):
+        await opened(pool)
+        for word, error in (("memory", "MemoryError"), ("sys.exit", "SystemExit: 4")):
+            with pytest.raises(AgentFault, match=error) as fault:
+                await ask(pool, "step", {"action_text": word})
+            assert "agent.py" in fault.value.traceback
+        assert (await ask(pool, "step", {"action_text": "ab"}))["observation"] == "ab"
+
+    with_pool(tmp_path, body, memory_mb=4096)
 
 
 def test_an_exit_in_user_code_ends_its_calls_and_the_pool_recovers(tmp_path):

@@ -1,0 +1,135 @@
+"""Tokens/s through agent processes and the chat server, beside vLLM's own benchmark client on the same server and prompts.
+
+Ours: the OpenAI SDK in an agent process -> chat server (token tree) -> /inference/v1/generate. The other: vllm.benchmarks' streaming
+request function -> vLLM's /v1/chat/completions, its replies sent back as history in the same way. Both take turns on one server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from molt_hpc.config import RunConfig
+from molt_hpc.records import Lease, Prompt
+from molt_hpc.rollout.chat_episode import ChatEpisode
+from molt_hpc.rollout.chat_server import ChatServer
+from molt_hpc.rollout.dialect import Dialect
+from molt_hpc.rollout.engine import Engine
+from molt_hpc.rollout.isolation import AgentPool
+from molt_hpc.rollout.reply_parsing import ReplyParser
+
+NEXT = "And what else is there to say about it?"
+AGENT = f'''
+import asyncio
+from openai import AsyncOpenAI
+from molt_hpc.agents import ChatAgent, Result
+
+class Talk(ChatAgent):
+    client = None
+
+    async def run(self, ctx):
+        Talk.client = Talk.client or AsyncOpenAI(base_url="http://unused", api_key="unused", timeout=None, max_retries=0)
+        client, messages, tokens = Talk.client.with_options(base_url=ctx.base_url, api_key=ctx.api_key), list(ctx.messages), 0
+        for _ in range(ctx.label):
+            answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=ctx.sampling_params.max_tokens)
+            tokens += answer.usage.completion_tokens
+            messages += [{{"role": "assistant", "content": answer.choices[0].message.content}}, {{"role": "user", "content": {NEXT!r}}}]
+        return Result(info={{"tokens": tokens}})
+'''
+
+
+def _messages(number: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"Tell me about the number {number}."}]
+
+
+async def _ours(parts: tuple[Any, ...], agents: AgentPool, server: ChatServer, sessions: range, concurrency: int, turns: int) -> float:
+    async def one(number: int) -> float:
+        prompt = Prompt(number, str(number), _messages(number), label=turns)
+        lease = Lease(f"{number}.{turns}", number, 0, 1, prompt, 1000 * number, 0, 3600.0)
+        rollout = await ChatEpisode(lease, *parts, agents.pick(), server=server).run()
+        return rollout.info["tokens"]
+
+    return await _in_turn(one, sessions, concurrency)
+
+
+async def _in_turn(one: Callable[[int], Awaitable[float]], sessions: range, concurrency: int) -> float:
+    """Tokens of all sessions, `concurrency` of them at a time."""
+    async def lane(first: int) -> float:
+        return sum([await one(number) for number in sessions[first::concurrency]])
+
+    return sum(await asyncio.gather(*(lane(i) for i in range(concurrency))))
+
+
+async def _vllms(engine: Engine, sessions: range, concurrency: int, turns: int, max_tokens: int) -> float:
+    from vllm.benchmarks.lib.endpoint_request_func import (
+        RequestFuncInput,
+        async_request_openai_chat_completions,
+    )
+
+    async def one(number: int) -> float:
+        messages, tokens = _messages(number), 0
+        for turn in range(turns):
+            fields = {"temperature": 1.0, "top_k": 0, "seed": 1000 * number + turn, "skip_special_tokens": False}
+            asked = RequestFuncInput("", "http://engine/v1/chat/completions", 0, max_tokens, "policy", chat_messages=messages,
+                                     extra_body=fields)
+            answer = await async_request_openai_chat_completions(asked, http)
+            if not answer.success:
+                raise RuntimeError(f"vLLM's client failed: {answer.error}")
+            tokens += answer.output_tokens
+            messages = [*messages, {"role": "assistant", "content": answer.generated_text}, {"role": "user", "content": NEXT}]
+        return tokens
+
+    async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(engine.socket), limit=0)) as http:
+        return await _in_turn(one, sessions, concurrency)
+
+
+async def _measure(config: RunConfig, folder: Path, concurrencies: list[int], turns: list[int], per_lane: int,
+                   repeats: int) -> list[dict[str, Any]]:
+    from transformers import AutoTokenizer
+
+    dialect = Dialect(AutoTokenizer.from_pretrained(config.actor.model_name_or_path))
+    engine = Engine("bench", config, 0, 0, folder / "engine.log")
+    agents = AgentPool(config.train.agent_path, config.agent, max(concurrencies), folder, "bench")
+    server = ChatServer(dialect, ReplyParser(dialect.tokenizer))
+    rows, number = [], 0
+    try:
+        await asyncio.gather(agents.wait_ready(), engine.wait_healthy(), server.start())
+        await engine.post("/update_weight_version", {"new_version": "0"})
+        parts = (config, dialect, engine)
+        await asyncio.gather(_ours(parts, agents, server, range(4), 4, 1), _vllms(engine, range(4), 4, 1, 8))  # warm both paths
+        for concurrency in concurrencies:
+            for count in turns:
+                speeds: dict[str, list[float]] = {"ours": [], "vllm": []}
+                for repeat in range(repeats):
+                    sessions = range(number := number + 1000, number + concurrency * per_lane)
+                    for name in (("ours", "vllm"), ("vllm", "ours"))[repeat % 2]:
+                        started = time.perf_counter()
+                        tokens = await (_ours(parts, agents, server, sessions, concurrency, count) if name == "ours" else
+                                        _vllms(engine, sessions, concurrency, count, config.rollout.max_new_tokens))
+                        speeds[name].append(tokens / (time.perf_counter() - started))
+                ours, vllm = statistics.median(speeds["ours"]), statistics.median(speeds["vllm"])
+                rows.append({"concurrency": concurrency, "turns": count, "tokens_s": ours, "vllm_client_tokens_s": vllm,
+                             "ratio": ours / vllm})
+    finally:
+        await asyncio.gather(engine.close(), agents.close(), server.close())
+    return rows
+
+
+def measure(model: Path, concurrencies: list[int], turns: list[int], max_tokens: int, per_lane: int, repeats: int) -> dict[str, Any]:
+    """One row for each concurrency and number of turns; `model`: a Hugging Face folder with a chat template."""
+    with tempfile.TemporaryDirectory(prefix="molt_hpc_bench_") as name:
+        folder = Path(name)
+        (folder / "agent.py").write_text(AGENT)
+        config = RunConfig(output_dir=name)
+        config.actor.model_name_or_path, config.train.agent_path = str(model), str(folder / "agent.py")
+        config.data.max_len = 64 + max(turns) * (max_tokens + 48)
+        config.rollout.max_new_tokens, config.weights.backend, config.vllm.dtype = max_tokens, "gloo", "float32"
+        config.vllm.kv_cache_memory_bytes = 512 << 20
+        return {"rows": asyncio.run(_measure(config, folder, concurrencies, turns, per_lane, repeats))}
