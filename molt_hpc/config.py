@@ -8,11 +8,19 @@ is the same, so that a recipe carries over.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from molt_hpc.config_checks import ESTIMATORS, PRESETS, check_estimator, check_kl, check_loss, check_optim
 from molt_hpc.options import CommaNumbers, CommaTexts, comma_list, dump, help_text, load, opt, options, section
 
 __all__ = ["RunConfig", "SftConfig", "dump", "help_text", "load", "opt", "options", "section"]
+
+DISTILL_AGENT = Path(__file__).parent / "agents" / "distill.py"
+
+Recompute = Literal["none", "full", "selective"]
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+RECOMPUTE = "recompute the layers' activations in the backward pass: none, full, or selective (all but attention and matrix products)"
 
 
 @dataclass
@@ -20,16 +28,34 @@ class AdamConfig:
     lr: float = opt(1e-6, "peak learning rate")
     betas: tuple[float, float] = opt((0.9, 0.95), "decay rates of the two moments")
     eps: float = opt(1e-8, "added to the denominator")
-    weight_decay: float = opt(0.0, "decoupled weight decay; never on norms and biases")
+    weight_decay: float = opt(0.0, "decoupled weight decay")
+    decay_norms: bool = opt(False, "decay norms and biases too")
+
+
+@dataclass
+class MuonConfig:
+    lr: float = opt(0.02, "peak learning rate of the matrices that Muon trains")
+    momentum: float = opt(0.95, "momentum before the orthogonalisation")
+    weight_decay: float | None = opt(None, "decoupled weight decay; unset: adam.weight_decay")
+    ns_steps: int = opt(5, "Newton-Schulz iterations")
 
 
 @dataclass
 class OptimConfig:
+    optim: Literal["adam", "muon"] = opt("adam", "muon: matrices of the layers by Muon, everything else by AdamW")
     adam: AdamConfig = section(AdamConfig)
+    muon: MuonConfig = section(MuonConfig)
     max_norm: float = opt(1.0, "global gradient norm is clipped to this")
     lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine"] = opt("constant", "learning-rate schedule")
     lr_warmup_ratio: float = opt(0.0, "share of all steps spent warming up (schedules other than constant)")
     min_lr_ratio: float = opt(0.0, "end of linear and cosine, as a share of the peak")
+
+
+@dataclass
+class LoraConfig:
+    rank: int = opt(0, "rank of low-rank adapters, which are then all that learns; 0: none")
+    alpha: float = opt(32.0, "adapters are added with alpha / rank")
+    target_modules: CommaTexts = opt(["all-linear"], "names of the layers that get one; all-linear: all but the output layer")
 
 
 @dataclass
@@ -38,16 +64,37 @@ class ActorConfig(OptimConfig):
     backend: Literal["automodel", "transformers"] = opt("automodel", "who builds the model: NeMo AutoModel or plain transformers")
     num_nodes: int = opt(1, "training nodes")
     num_procs_per_node: int = opt(2, "training ranks a node (one a GPU)")
-    loss_mode: Literal["ppo"] = opt("ppo", "policy loss")
-    eps_clip_low_high: tuple[float, float] = opt((0.2, 0.2), "lower and upper clip range of the ratio")
+    loss_mode: str = opt("ppo", "policy loss: ppo, gspo, cispo, dppo, sapo, or one of algo.plugin_path")
+    loss_aggregation: Aggregation = opt("token-mean", "how token losses become one; a sequence is a rollout, norm divides by data.max_len")
+    eps_clip_low_high: tuple[float, float] = opt((0.2, 0.2), "clip range of the ratio; cispo: high is a ratio; dppo: of the probability")
     dual_clip: float | None = opt(None, "floor of the ppo loss for negative advantages, > 1")
-    gradient_checkpoint: bool = opt(False, "recompute the layers' activations in the backward pass")
+    sapo_temperatures: tuple[float, float] = opt((1.0, 1.05), "of sapo's gate for positive and negative advantages")
+    entropy_coef: float | None = opt(None, "weight of the entropy bonus")
+    freezing_steps: int = opt(0, "batches on which only the critic learns, at the start (gae)")
+    freeze_moe_router: bool = opt(False, "routers of mixture-of-experts layers keep their weights")
+    gradient_checkpoint: Recompute = opt("none", RECOMPUTE)
+    lora: LoraConfig = section(LoraConfig)
+
+
+@dataclass
+class RefConfig:
+    model_name_or_path: str = opt("", "folder of the reference of the KL term, or of the teacher; unset: the actor's folder (KL only)")
+
+
+@dataclass
+class CriticConfig(OptimConfig):
+    adam: AdamConfig = section(lambda: AdamConfig(lr=5e-6))
+    model_name_or_path: str = opt("", "folder of the critic's backbone; unset: the actor's folder (gae)")
+    value_clip: float | None = opt(0.2, "range within which a value may move in a batch; none: no clipping")
+    max_epochs: int = opt(0, "passes over each batch; 0: train.max_epochs")
 
 
 @dataclass
 class FsdpConfig:
     param_dtype: Literal["float32", "bfloat16"] = opt("bfloat16", "dtype of the forward pass; masters and reductions are float32")
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = opt("sdpa", "attention kernel of the training forward")
+    offload: Literal["none", "full"] = opt("none", "full: sharded weights, gradients and the optimizer live and step on the CPU")
+    defer_grad_sync: bool = opt(False, "reduce gradients once a step: less traffic, an unsharded gradient in memory")
     tp_size: int = opt(1, "tensor-parallel size (automodel)")
     ep_size: int = opt(1, "expert-parallel size (automodel)")
 
@@ -84,7 +131,11 @@ class RolloutConfig:
 @dataclass
 class AgentConfig:
     processes: int = opt(1, "processes on each rollout node that run agent code")
+    concurrency: int = opt(0, "rollouts that one agent process runs at once; 0: its share of rollout.concurrency")
     timeout: float = opt(600.0, "seconds from lease to result, all turns included")
+    memory_mb: int = opt(0, "address space of an agent process in MiB; 0: no limit")
+    tool_parser: str = opt("", "vLLM's parser that finds tool calls in replies (ChatAgent; hermes, qwen3_coder, ...)")
+    reasoning_parser: str = opt("", "vLLM's parser that splits thinking from replies (ChatAgent; qwen3, deepseek_r1, ...)")
 
 
 @dataclass
@@ -98,21 +149,48 @@ class VllmConfig:
     max_num_seqs: int | None = opt(None, "requests decoded at once; unset: vLLM's default")
     enable_prefix_caching: bool = opt(True, "share the KV of equal prefixes")
     start_timeout: float = opt(900.0, "seconds until a server must be healthy")
+    max_restarts: int = opt(3, "times within an hour that one server is started again after it died, hung or failed in an update")
     stall_timeout: float = opt(300.0, "seconds without a sampled token, while requests are under way, after which a server counts as dead")
     extra_args: list[str] = opt([], "more arguments for `vllm serve`, as they are")
 
 
 @dataclass
 class AdvantageConfig:
-    estimator: Literal["grpo"] = opt("grpo", "how rewards become advantages")
-    is_correction_level: Literal["off", "token"] = opt("token", "unit of the trainer/rollout ratio")
+    estimator: str = opt("grpo", "how rewards become advantages: " + ", ".join(ESTIMATORS) + ", or one of algo.plugin_path")
+    gamma: float = opt(1.0, "discount (reinforce, gae)")
+    lam: float = opt(1.0, "lambda (gae)")
+    no_whiten: bool = opt(False, "do not whiten over the batch (reinforce, reinforce_baseline, gae)")
+    pass_k: int = opt(2, "k of pass_at_k")
+    proximal: Literal["recomputed", "rollout"] = opt("recomputed", "old log-probs: the trainer's own (decoupled) or the engine's")
+    is_correction_level: Literal["off", "token", "seq", "geo"] = opt("token", "unit of the trainer/rollout ratio")
     is_correction_mode: Literal["mask", "clip", "trunc"] = opt("trunc", "what happens outside the band")
     is_correction_threshold: tuple[float, float] = opt((0.5, 2.0), "band of the ratio; trunc uses the upper end only")
+    is_correction_preset: Literal["", "tis", "icepop", "seq-mask-tis", "mis"] = opt("", "sets level and mode by a published name")
+    is_correction_by_version: bool = opt(False, "seq and geo: each weights version's part of a rollout is gated by itself")
+
+    def correction(self) -> tuple[str, str]:
+        """(level, mode), a preset resolved."""
+        return PRESETS.get(self.is_correction_preset, (self.is_correction_level, self.is_correction_mode))
+
+
+@dataclass
+class KlConfig:
+    init_coef: float | None = opt(None, "weight of the KL to ref.model_name_or_path; unset: 0, for on_policy_distill 1")
+    use_loss: bool = opt(False, "KL as a term of the loss instead of the reward")
+    estimator: Literal["k1", "k2", "k3"] = opt("k1", "estimate of the KL at each token")
+    target: float | None = opt(None, "adapt the coefficient towards this KL")
+    horizon: int = opt(10000, "rollouts over which the coefficient adapts")
 
 
 @dataclass
 class AlgoConfig:
     advantage: AdvantageConfig = section(AdvantageConfig)
+    kl: KlConfig = section(KlConfig)
+    plugin_path: str = opt("", "Python file that registers further estimators and losses")
+
+    def kl_coef(self) -> float:
+        """The KL coefficient that the run starts with; without one there is no reference model."""
+        return float(self.advantage.estimator == "on_policy_distill") if self.kl.init_coef is None else self.kl.init_coef
     dynamic_filtering_enable: bool = opt(False, "train only on groups whose mean score lies inside dynamic_filtering_range")
     dynamic_filtering_range: tuple[float, float] = opt((0.0, 1.0), "both ends excluded")
 
@@ -120,11 +198,13 @@ class AlgoConfig:
 @dataclass
 class RewardConfig:
     clip_range: tuple[float, float] = opt((-10.0, 10.0), "rewards are clipped to this before the baseline")
+    parts: CommaTexts = opt([], "names in the agent's info whose values are the parts of the reward (gdpo)")
+    part_weights: CommaNumbers = opt([], "one weight for each part; empty: 1 each")
 
 
 @dataclass
 class TrainConfig:
-    agent_path: str = opt("", "Python file with one Env subclass")
+    agent_path: str = opt("", "Python file with one Env or ChatAgent")
     max_steps: int = opt(0, "optimizer batches to train; 0: as many as num_episodes gives")
     num_episodes: int = opt(1, "passes over the prompts")
     batch_size: int = opt(0, "prompt groups of one optimizer step; 0: all of rollout.batch_size")
@@ -132,13 +212,21 @@ class TrainConfig:
     max_tokens_per_gpu: int = opt(16384, "tokens of one packed micro-batch")
     max_lag: int = opt(1, "batches that may be admitted ahead of the trainer; 0 is strictly on-policy")
     seed: int = opt(42, "prompt order, sampling seeds, trainer ranks")
+    deterministic: bool = opt(False, "bit-equal steps for the same batch on the same ranks; slower")
+    max_bad_steps: int = opt(3, "batches in a row without a finite loss and gradient that stop the run; each is left out and quarantined")
 
 
 @dataclass
 class WeightsConfig:
-    backend: Literal["gloo", "nccl"] = opt("nccl", "who carries the bytes: vLLM's nccl, or gloo (CPU)")
+    backend: Literal["gloo", "nccl", "sparse_nccl", "files"] = opt(
+        "nccl", "who carries the bytes: vLLM's nccl, its sparse_nccl (changed elements only), gloo (CPU), or files in the run folder")
     timeout: float = opt(300.0, "seconds for each phase of an update")
-    bucket_bytes: int = opt(256 << 20, "tensors are sent in buckets of at most this size (gloo)")
+    bucket_bytes: int = opt(32 << 20, "tensors travel in buckets of at most this size (gloo, files, sparse_nccl)")
+    stage_bytes: int = opt(0, "packed on training rank 0 before the engines are paused; at least two buckets are (gloo)")
+    changed_only: bool = opt(False, "write only tensors that differ from the last update's (files)")
+    drift_prompts: int = opt(0, "prompts that engines and trainer both score after each update; 0: none")
+    drift_alarm: float = opt(0.0, "mean |log-prob of engine - of trainer| on them above which an error is logged; 0: never")
+    drift_stop: float = opt(0.0, "the same, above which the run stops; 0: never")
 
 
 @dataclass
@@ -171,6 +259,7 @@ class LaunchConfig:
     launcher: Literal["auto", "local", "srun"] = opt("auto", "srun inside a Slurm job, local processes elsewhere")
     cpus_per_node: int | None = opt(None, "cores that the planned threads may use; unset: what Slurm or the machine gives")
     roll_call_timeout: float = opt(900.0, "seconds until every role must have reported")
+    max_restarts: int = opt(3, "times that a rollout role is started again after it died while the run goes on")
     stop_grace: float = opt(10.0, "seconds between asking a role to end and killing it")
     socket_dir: str | None = opt(None, "parent of the folder of Unix sockets; unset: the node's temporary folder")
     pass_env: list[str] = opt([], "further environment variables that the roles inherit; * matches any text")
@@ -182,6 +271,8 @@ class RunConfig:
 
     output_dir: str = opt("", "run folder, on a file system that all nodes share")
     actor: ActorConfig = section(ActorConfig)
+    ref: RefConfig = section(RefConfig)
+    critic: CriticConfig = section(CriticConfig)
     fsdp: FsdpConfig = section(FsdpConfig)
     data: DataConfig = section(DataConfig)
     rollout: RolloutConfig = section(RolloutConfig)
@@ -201,21 +292,26 @@ class RunConfig:
         _need(self.output_dir, "output_dir: the run folder is not set")
         _need(self.actor.model_name_or_path, "actor.model_name_or_path: no model folder is set")
         _need(self.data.prompt_dataset, "data.prompt_dataset: no prompt file is set")
+        if self.algo.advantage.estimator == "on_policy_distill":
+            self.train.agent_path = self.train.agent_path or str(DISTILL_AGENT)
         _need(self.train.agent_path, "train.agent_path: no agent file is set")
         rollout, train = self.rollout, self.train
         for name in ("batch_size", "n_samples_per_prompt", "num_nodes", "concurrency", "max_turns"):
             _need(getattr(rollout, name) >= 1, f"rollout.{name}: expected at least 1, got {getattr(rollout, name)}")
-        _need(rollout.n_samples_per_prompt >= 2, "rollout.n_samples_per_prompt: grpo compares the rollouts of a group and needs at least 2")
+        check_estimator(self)
         _need(1 <= rollout.min_group_size <= rollout.n_samples_per_prompt,
               f"rollout.min_group_size: expected 1..{rollout.n_samples_per_prompt} (n_samples_per_prompt), got {rollout.min_group_size}")
+        agent = self.agent
+        _need(agent.processes >= 1, f"agent.processes: expected at least 1, got {agent.processes}")
+        _need(agent.concurrency == 0 or agent.processes * agent.concurrency >= rollout.concurrency,
+              f"agent.concurrency: {agent.processes} processes x {agent.concurrency} are fewer than rollout.concurrency {rollout.concurrency}")
         _need(rollout.temperature > 0, f"rollout.temperature: expected more than 0, got {rollout.temperature}")
         _need(train.max_steps >= 0 and train.num_episodes >= 1, "train.max_steps must be >= 0 and train.num_episodes >= 1")
         _need(train.batch_size == 0 or rollout.batch_size % train.batch_size == 0,
               f"train.batch_size: {train.batch_size} groups an optimizer step do not divide rollout.batch_size {rollout.batch_size}")
+        for name in ("max_epochs", "max_bad_steps"):
+            _need(getattr(train, name) >= 1, f"train.{name}: expected at least 1, got {getattr(train, name)}")
         _need(train.max_lag >= 0, f"train.max_lag: expected at least 0, got {train.max_lag}")
-        low, high = self.algo.advantage.is_correction_threshold
-        _need(0 <= low < high, f"algo.advantage.is_correction_threshold: expected 0 <= low < high, got {low} {high}")
-        _need(self.actor.dual_clip is None or self.actor.dual_clip > 1, f"actor.dual_clip: expected more than 1, got {self.actor.dual_clip}")
         _need(self.vllm.num_engines % rollout.num_nodes == 0,
               f"vllm.num_engines: {self.vllm.num_engines} servers cannot be spread evenly over rollout.num_nodes {rollout.num_nodes}")
         world = self.actor.num_nodes * self.actor.num_procs_per_node
@@ -223,14 +319,18 @@ class RunConfig:
         _need(world % shards == 0, f"fsdp: tp_size x ep_size = {shards} does not divide the {world} training ranks")
         _need(shards == 1 or self.actor.backend == "automodel", "fsdp.tp_size and fsdp.ep_size need actor.backend automodel")
         _check_data(self.data, train.num_episodes)
-        _check_schedule(self.actor, "actor.")
+        _check_weights(self.weights)
+        check_optim(self.actor, "actor.")
+        check_optim(self.critic, "critic.")
+        check_loss(self.actor, self.algo)
+        check_kl(self)
 
 
 @dataclass
 class SftModelConfig:
     model_name_or_path: str = opt("", "folder of the Hugging Face model to start from")
     backend: Literal["automodel", "transformers"] = opt("transformers", "who builds the model: NeMo AutoModel or plain transformers")
-    gradient_checkpoint: bool = opt(False, "recompute the layers' activations in the backward pass")
+    gradient_checkpoint: Recompute = opt("none", RECOMPUTE)
 
 
 @dataclass
@@ -267,7 +367,7 @@ class SftConfig:
         _need(self.model.model_name_or_path, "model.model_name_or_path: no model folder is set")
         _need(self.data.dataset, "data.dataset: no file of chat rows is set")
         _need(self.train.batch_size >= 1, f"train.batch_size: expected at least 1, got {self.train.batch_size}")
-        _check_schedule(self.optim, "optim.")
+        check_optim(self.optim, "optim.")
 
 
 def _need(condition: Any, message: str) -> None:
@@ -294,8 +394,10 @@ def _check_data(data: DataConfig, num_episodes: int) -> None:
           "data.difficulty_sampling has no effect with data.easy_fraction and data.hard_fraction 1")
 
 
-def _check_schedule(optim: OptimConfig, prefix: str) -> None:
-    _need(optim.lr_warmup_ratio == 0 or optim.lr_scheduler != "constant",
-          f"{prefix}lr_warmup_ratio has no effect with lr_scheduler constant: use constant_with_warmup")
-    _need(optim.min_lr_ratio == 0 or optim.lr_scheduler in ("linear", "cosine"),
-          f"{prefix}min_lr_ratio has no effect with lr_scheduler {optim.lr_scheduler}")
+def _check_weights(weights: WeightsConfig) -> None:
+    _need(weights.bucket_bytes > 0, f"weights.bucket_bytes: expected more than 0, got {weights.bucket_bytes}")
+    for name, backends in {"bucket_bytes": ("gloo", "files", "sparse_nccl"), "stage_bytes": ("gloo",), "changed_only": ("files",)}.items():
+        _need(weights.backend in backends or getattr(weights, name) == getattr(WeightsConfig, name),
+              f"weights.{name} has no effect with weights.backend {weights.backend}")
+    for name in ("drift_alarm", "drift_stop"):
+        _need(weights.drift_prompts > 0 or not getattr(weights, name), f"weights.{name} has no effect with weights.drift_prompts 0")

@@ -109,6 +109,10 @@ def made_rollout(lease: dict, version: int, score: float, tokens: int) -> Rollou
                    True, False, 1, 0.1)
 
 
+ENGINE_ANSWERS = {"pause": "paused", "transfer": "applied", "resume": "resumed", "abort": "aborted"}
+"""What an engine answers to the commands of an update."""
+
+
 class ScriptedWorker(threading.Thread):
     """A rollout node with one engine: answers its leases in random order, as long as the broker's window of bytes has room.
 
@@ -143,15 +147,17 @@ class ScriptedWorker(threading.Thread):
         fields = message.fields
         if message.kind == "stop":
             self.reason = fields["reason"]
-        elif message.kind in ("pause", "transfer", "resume"):
-            self.version = fields["version"]
-            answer = {"pause": "paused", "transfer": "applied", "resume": "resumed"}[message.kind]
-            own = {"engine": self.engine, "version": self.version, "epoch": fields["epoch"], "checksum": "aa"}
-            self._send("engine_answer", {"answer": answer} | own)
+        elif message.kind in ENGINE_ANSWERS:
+            self._command(message.kind, fields)
         elif message.kind == "leases":
             self.held += fields["leases"]
             for lease in fields["accepted"]:
                 self.sizes.pop(lease, None)
+
+    def _command(self, kind: str, fields: dict) -> None:
+        self.version = fields["version"]
+        own = {"engine": self.engine, "version": self.version, "epoch": fields["epoch"], "checksum": "aa"}
+        self._send("engine_answer", {"answer": ENGINE_ANSWERS[kind]} | own)
 
     def _answer(self) -> None:
         random.shuffle(self.held)
@@ -223,10 +229,20 @@ class ScriptedActor:
         return message
 
     def publish(self, version: int) -> None:
-        self.call("update_begin", {"version": version})
-        self.call("update_transfer", {"version": version, "master_address": "x", "master_port": 1, "backend": "gloo"},
-                  {"plan": np.zeros(2, np.uint8)})
-        self.call("update_sent", {"version": version, "checksum": "aa"})
+        """Send as often as the broker says; `epochs` are those of the last update."""
+        reply, self.epochs = self.call("update_begin", {"version": version}), []
+        while reply.kind == "send":
+            self.epochs.append(reply.fields["epoch"])
+            epoch = {"version": version, "epoch": reply.fields["epoch"]}
+            reply = self.call("update_transfer", epoch | {"master_address": "x", "master_port": 1, "backend": "gloo"},
+                              {"plan": np.zeros(2, np.uint8)})
+            if reply.kind == "ok":
+                reply = self.call("update_sent", epoch | self.transfer())
+        self.report = reply.fields
+
+    def transfer(self) -> dict:
+        """What this trainer says at the end of a transfer."""
+        return {"checksum": "aa"}
 
     def begin(self) -> None:
         """Report as ready and send the first weights."""

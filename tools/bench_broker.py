@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import zmq
-from bench_run import actor_client, base_config, running_broker
+from bench_run import actor_client, base_config, publish, running_broker
 
 from molt_hpc import wire
 from molt_hpc.broker.client import BrokerClient
@@ -63,12 +63,6 @@ def _produce(run: Path, address: str, size: int, inline_bytes: int) -> None:
             socket.send_multipart(frames, copy=False)
 
 
-def _update(client: BrokerClient, version: int) -> None:
-    client.request("update_begin", {"version": version}, timeout=60)
-    client.call("update_transfer", {"version": version, "master_address": "", "master_port": 0, "backend": "gloo"}, {"plan": np.zeros(1, np.uint8)})
-    client.request("update_sent", {"version": version, "checksum": "x"})
-
-
 def _broker(size: int, seconds: float, inline_bytes: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         config = base_config(Path(folder), 200_000 if size < 100_000 else 20_000)
@@ -77,7 +71,7 @@ def _broker(size: int, seconds: float, inline_bytes: int) -> float:
             producer = multiprocessing.get_context("spawn").Process(target=_produce, args=(run, address, size, inline_bytes), daemon=True)
             producer.start()
             client = actor_client(run, address)
-            _update(client, 0)
+            publish(client, 0, 60)
             rate = _consume(run, client, seconds)
             client.close()
             producer.kill()
@@ -93,7 +87,7 @@ def _consume(run: Path, client: BrokerClient, seconds: float) -> float:
             resolve(run, client.receive("rollout", 60))
         step = batch.fields["step"]
         client.request("trained", {"step": step})
-        _update(client, step)
+        publish(client, step, 60)
         if step == 1:  # the first batch warms the path
             started = time.perf_counter()
             continue

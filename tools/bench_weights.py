@@ -1,4 +1,4 @@
-"""Seconds of a whole weight update with a real vLLM server, beside a bare gloo broadcast of the same bytes.
+"""Seconds of a whole weight update with real vLLM servers, beside a bare gloo broadcast of the same bytes and beside save and reload.
 
 The update is the product's own path: real broker, real rollout worker, stock `vllm serve`, this process as the trainer's
 rank 0 with the whole model in memory (so the gather is free and the figures are those of the protocol and the bytes).
@@ -6,16 +6,24 @@ rank 0 with the whole model in memory (so the gather is free and the figures are
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
+import aiohttp
 import torch
+import torch.distributed as dist
 from bench_run import actor_client, base_config, running_broker, start_role
+from safetensors.torch import save_file
 
+from molt_hpc.config import RunConfig
 from molt_hpc.train.publish import Publisher
 from molt_hpc.weights import group
 from molt_hpc.weights.publish import make_sender
@@ -43,68 +51,168 @@ class Loaded:
     def __init__(self, folder: Path):
         from transformers import AutoModelForCausalLM
 
-        self.tensors = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.tensors = {name: parameter.data.clone() for name, parameter in model.named_parameters()}  # not the mapped file
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         return [(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter((name, t.data) for name, t in self.tensors.items())
+        return iter(self.tensors.items())
 
 
-def _receive(port: int, sizes: list[int], rounds: int) -> None:
+def _receive(port: int, rank: int, world: int, sizes: list[int], rounds: int) -> None:
     torch.set_num_threads(1)
-    member = group.join(group.open_store("127.0.0.1", port, 2, False, 60), 1, 1, 2, 60)
+    member = group.join(group.open_store("127.0.0.1", port, world, False, 60), 1, rank, world, 60)
+    buffer = torch.zeros(max(sizes), dtype=torch.uint8)
     for _ in range(rounds):
         for size in sizes:
-            group.broadcast(member, torch.empty(size, dtype=torch.uint8))
+            group.broadcast(member, buffer[:size])
 
 
-def bare_broadcast(sizes: list[int], rounds: int) -> float:
-    """Median seconds to broadcast buckets of these sizes to one receiving process."""
-    store = group.open_store("127.0.0.1", 0, 2, True, 60)
-    receiver = multiprocessing.get_context("spawn").Process(target=_receive, args=(store.port, sizes, rounds + 1), daemon=True)
-    receiver.start()
-    member = group.join(store, 1, 0, 2, 60)
-    buffers, seconds = [torch.zeros(size, dtype=torch.uint8) for size in sizes], []
+def bare_broadcast(sizes: list[int], receivers: int, rounds: int) -> float:
+    """Median seconds to broadcast buckets of these sizes to receiving processes; all buffers are reused."""
+    world = receivers + 1
+    store = group.open_store("127.0.0.1", 0, world, True, 60)
+    processes = [multiprocessing.get_context("spawn").Process(target=_receive, args=(store.port, rank, world, sizes, rounds + 1), daemon=True)
+                 for rank in range(1, world)]
+    for process in processes:
+        process.start()
+    member = group.join(store, 1, 0, world, 60)
+    buffer, seconds = torch.zeros(max(sizes), dtype=torch.uint8), []
     for _ in range(rounds + 1):
         started = time.perf_counter()
-        for buffer in buffers:
-            group.broadcast(member, buffer)
+        for size in sizes:
+            group.broadcast(member, buffer[:size])
         seconds.append(time.perf_counter() - started)
-    receiver.join()
+    for process in processes:
+        process.join()
     return statistics.median(seconds[1:])
 
 
-def measure(model: Path | None, mib: int, updates: int) -> dict[str, Any]:
-    """One row: median seconds of an update by activity, bytes, and the bare broadcast of the same buckets."""
+class Memory:
+    """Bytes by which processes grow at most from here on."""
+
+    def __init__(self, pids: list[int]):
+        self._pids, self._before = pids, {}
+        for pid in pids:
+            Path(f"/proc/{pid}/clear_refs").write_text("5")  # the kernel's high-water mark starts anew
+            self._before[pid] = self._read(pid, "VmRSS")
+
+    @staticmethod
+    def _read(pid: int, field: str) -> int:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+
+    def peak(self) -> int:
+        return max(self._read(pid, "VmHWM") - self._before[pid] for pid in self._pids)
+
+
+def engine_workers(ancestor: int) -> list[int]:
+    """Process ids of vLLM's workers below a process: its descendants that hold a model, by their titles."""
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            stat = Path(f"/proc/{name}/stat").read_text().rsplit(")", 1)[1].split()
+            children.setdefault(int(stat[1]), []).append(int(name))
+        except OSError:
+            continue
+    found, todo = [], [ancestor]
+    while todo:
+        pid = todo.pop()
+        todo += children.get(pid, [])
+        try:
+            if "Worker" in Path(f"/proc/{pid}/cmdline").read_text():
+                found.append(pid)
+        except OSError:
+            continue
+    return found
+
+
+async def await_engines(folder: Path, count: int, timeout: float = 180.0) -> list[Path]:
+    """Sockets of all servers, once they answer."""
+    deadline, ready = time.monotonic() + timeout, set()
+    while len(ready) < count:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{len(ready)} of {count} servers answered within {timeout:.0f} s; see {folder.parent}/run/logs")
+        for path in folder.glob("*/engine.sock"):
+            with contextlib.suppress(aiohttp.ClientError):
+                async with aiohttp.ClientSession("http://engine", connector=aiohttp.UnixConnector(str(path))) as client, client.get("/health"):
+                    ready.add(path)
+        await asyncio.sleep(0.2)
+    return sorted(ready)
+
+
+async def _reload(sockets: list[Path], source: Loaded, folder: Path) -> float:
+    """Seconds of the naive way: pause, save a checkpoint, every engine reads it through vLLM's own reload, resume."""
+    async def post(client: aiohttp.ClientSession, path: str, body: Any = None) -> None:
+        async with client.post(path, json=body) as answer:
+            assert answer.status == 200, await answer.text()
+
+    clients = [aiohttp.ClientSession("http://engine", connector=aiohttp.UnixConnector(str(socket))) for socket in sockets]
+    started = time.perf_counter()
+    await asyncio.gather(*(post(c, "/pause?mode=keep") for c in clients))
+    save_file(source.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+    await asyncio.gather(*(post(c, "/collective_rpc", body) for c in clients))
+    await asyncio.gather(*(post(c, "/resume") for c in clients))
+    seconds = time.perf_counter() - started
+    await asyncio.gather(*(c.close() for c in clients))
+    return seconds
+
+
+def settings(folder: Path, model: Path, engines: int, backend: str, bucket_bytes: int | None) -> RunConfig:
+    config = base_config(folder, 1000)
+    config.actor.model_name_or_path, config.data.max_len, config.data.apply_chat_template = str(model), 512, False
+    config.rollout.batch_size, config.rollout.n_samples_per_prompt, config.rollout.max_new_tokens = 1, 2, 1  # the engines idle
+    config.vllm.enforce_eager, config.vllm.kv_cache_memory_bytes, config.vllm.num_engines = True, 192 << 20, engines
+    config.launch.roll_call_timeout = config.vllm.start_timeout = 180.0
+    config.weights.backend, config.weights.bucket_bytes = backend, bucket_bytes or config.weights.bucket_bytes
+    config.launch.socket_dir = str(folder / "s")
+    (folder / "s").mkdir()
+    return config
+
+
+def measure(model: Path | None, mib: int, updates: int, engines: int = 1, backend: str = "gloo",
+            bucket_bytes: int | None = None) -> dict[str, Any]:
+    """One row: median seconds of an update by activity, bytes, memory, and the two ways to compare with."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        model = model or random_model(Path(folder) / "model", mib)
-        config = base_config(Path(folder), 1000)
-        config.actor.model_name_or_path, config.data.max_len, config.data.apply_chat_template = str(model), 512, False
-        config.rollout.batch_size, config.rollout.n_samples_per_prompt, config.rollout.max_new_tokens = 1, 2, 1  # the engine idles
-        config.vllm.enforce_eager, config.vllm.kv_cache_memory_bytes = True, 64 << 20
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        model = model or random_model(folder / "model", mib)
+        config = settings(folder, model, engines, backend, bucket_bytes)
         with running_broker(config) as (run, address):
             worker = start_role(run, ["rollout", str(run), "--broker", address, "--attempt", "1"])
             try:
-                client = actor_client(run, address)
-                sender = make_sender("gloo", Loaded(model), 0, "127.0.0.1", config.weights.bucket_bytes, config.weights.timeout)
-                publisher = Publisher(client, sender, config.weights.timeout, config.launch.roll_call_timeout)
+                client, source = actor_client(run, address), Loaded(model)
+                sender = make_sender(config.weights, source, 0, "127.0.0.1", run / "weights")
+                publisher = Publisher(client, sender, config, torch.device("cpu"))
+                sockets = asyncio.run(await_engines(folder / "s", engines))
+                trainer, receivers = Memory([os.getpid()]), Memory(engine_workers(worker.pid))
                 publisher.publish(0)
                 totals, parts = [], []
                 for version in range(1, updates + 1):
                     started = time.perf_counter()
                     parts.append(publisher.publish(version))
                     totals.append(time.perf_counter() - started)
+                memory = {"trainer_extra_bytes": trainer.peak(), "engine_extra_bytes": receivers.peak()}
                 client.close()
+                (folder / "naive").mkdir()
+                for path in [*model.glob("*.json")]:
+                    (folder / "naive" / path.name).write_bytes(path.read_bytes())
+                naive = [asyncio.run(_reload(sockets, source, folder / "naive")) for _ in range(3)][1:]
             finally:
                 worker.terminate()
                 worker.wait(30)
-        sizes = [bucket.nbytes for bucket in sender.plan()]
-        bare = bare_broadcast(sizes, updates)
+        sizes = [bucket.nbytes for bucket in sender.buckets()]
+        bare = bare_broadcast(sizes, engines, updates)
     total, nbytes = statistics.median(totals), sum(sizes)
-    row = {"bytes": nbytes, "update_seconds": total, "update_mb_per_s": nbytes / total / 1e6, "bare_broadcast_seconds": bare,
-           "bare_mb_per_s": nbytes / bare / 1e6, "ratio_bare_to_update": bare / total}
+    row = {"backend": backend, "engines": engines, "bytes": nbytes, "bucket_bytes": config.weights.bucket_bytes, "update_seconds": total,
+           "bare_broadcast_seconds": bare, "save_and_reload_seconds": statistics.median(naive), "ratio_bare_to_update": bare / total,
+           "ratio_reload_to_update": statistics.median(naive) / total, **memory}
     row |= {name: statistics.median(p[name] for p in parts) for name in parts[0] if name.startswith("seconds_")}
+    paused = statistics.median(sum(p[f"seconds_update_{phase}"] for phase in ("pause", "transfer", "resume")) for p in parts)
+    row |= {"pause_seconds": paused, "ratio_pause_to_transfer": paused / row["seconds_update_transfer"], "ratio_bare_to_pause": bare / paused}
+    dist.destroy_process_group()
     return {"part": "weights", "rows": [row]}

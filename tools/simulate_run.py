@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from bench_run import actor_client, base_config, running_broker
+from bench_run import actor_client, base_config, publish, running_broker
 from simulate_model import Load, batch_synchronous, deaths, lengths
 from simulate_workers import work
 
@@ -37,10 +37,7 @@ class Trainer:
 
     def publish(self, version: int) -> None:
         """Update every engine; the caller has noted since when nothing is admitted."""
-        self.client.request("update_begin", {"version": version}, timeout=PATIENCE)
-        fields = {"version": version, "master_address": "", "master_port": 0, "backend": "gloo"}
-        self.client.call("update_transfer", fields, {"plan": np.zeros(1, np.uint8)}, timeout=PATIENCE)
-        self.client.request("update_sent", {"version": version, "checksum": "x"}, timeout=PATIENCE)
+        publish(self.client, version, PATIENCE)
         self.opened_at.append(time.monotonic())
         self.version_at.setdefault(version, self.opened_at[-1])
 
@@ -71,12 +68,11 @@ class Trainer:
         self.closed_at.append(time.monotonic())
         self.client.request("trained", {"step": step}, timeout=PATIENCE)
         self.trained_at.append(time.monotonic())
-        self.publish(step)
-        self.client.request("step_done", {"metrics": {"step": step, "version": step}}, timeout=PATIENCE)
-        # a worker lost within an update fails the run: let them die here, before the next one
-        for worker in self.deaths.get(step, ()):
+        for worker in self.deaths.get(step, ()):  # about when the update begins
             self.kill(worker)
             self.died += 1
+        self.publish(step)
+        self.client.request("step_done", {"metrics": {"step": step, "version": step}}, timeout=PATIENCE)
 
 
 def simulate(load: Load) -> dict[str, Any]:

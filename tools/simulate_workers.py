@@ -114,6 +114,12 @@ class ScriptedWorker:
         self.paused = False
         self._answer("resumed", fields)
 
+    def on_abort(self, fields: dict[str, Any]) -> None:
+        self._answer("aborted", fields)
+
+    def on_drop(self, fields: dict[str, Any]) -> None:
+        raise RuntimeError(f"{self.name}: the broker dropped {fields['engine']}: {fields['reason']}")
+
     def _answer(self, answer: str, fields: dict[str, Any]) -> None:
         self.send("engine_answer", {"answer": answer, "checksum": "x"} | {k: fields[k] for k in ("engine", "version", "epoch")})
         self.receive()

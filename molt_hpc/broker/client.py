@@ -126,6 +126,16 @@ class BrokerClient:
                 raise Refused(f"{kind}: {message.fields['reason']}")
             return message
 
+    def notice(self, kind: str) -> dict[str, Any] | None:
+        """The fields of the newest message of this kind that came unasked, without waiting; None if there is none. Raises RunStopped."""
+        found = None
+        while self._socket.poll(0):
+            message = wire.decode(self._socket.recv_multipart())
+            if message.kind == "stop":
+                raise RunStopped(message.fields["reason"])
+            found = message.fields if message.kind == kind else found
+        return found
+
     def receive(self, kind: str, timeout: float) -> wire.Message:
         """The next message of this kind that follows a reply (the rollouts of a batch); the broker hears that it was taken."""
         if not self._socket.poll(timeout * 1000):

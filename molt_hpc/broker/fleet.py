@@ -1,14 +1,36 @@
-"""The processes that have said hello, and how the rollout workers among them are doing. Pure bookkeeping."""
+"""The processes that have said hello, the rollout workers among them, and which engine serves what. Pure bookkeeping."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
+RESTART_PATIENCE = 120.0
+"""Seconds for a role that is started again to say hello: a cold file system may need a minute for its imports."""
+NOTHING = -1
+"""The version that a stale engine serves."""
+
+
+@dataclass
+class EngineState:
+    """One engine as the broker knows it: `served` is the version that it has proved and serves, or NOTHING; `starting`: it is not up."""
+
+    worker: Peer
+    world_size: int
+    served: int = NOTHING
+    starting: bool = False
+
+    def lost_at(self) -> int | None:
+        """What it served when it was lost now; None if it had been lost before."""
+        return None if self.starting else self.served
+
+    def describe(self) -> str:
+        return "starting" if self.starting else "stale" if self.served == NOTHING else f"serves {self.served}"
+
 
 @dataclass
 class Peer:
-    """A process that has said hello. `served` is the weights version that its engines serve, -1 for none."""
+    """A process that has said hello; a rollout worker has engines."""
 
     identity: bytes
     role: str
@@ -18,8 +40,7 @@ class Peer:
     ready: bool = False
     draining: bool = False
     credits: int = 0
-    engines: dict[str, int] = field(default_factory=dict)
-    served: int = -1
+    engines: dict[str, EngineState] = field(default_factory=dict)
     faults_in_a_row: int = 0
     finished: int = 0
     faults: int = 0
@@ -27,21 +48,25 @@ class Peer:
     progress: dict[str, Any] = field(default_factory=dict)
 
     def may_lease(self, version: int) -> bool:
-        """Whether this worker is given leases: it asks, its engines are current, and it does not keep failing."""
-        return self.credits > 0 and self.ready and not self.draining and not self.barred and self.served == version
+        """Whether this worker is given leases: it asks, one of its engines is current, and it does not keep failing."""
+        return (self.credits > 0 and self.ready and not self.draining and not self.barred
+                and any(e.served == version for e in self.engines.values()))
 
     def describe(self) -> dict[str, Any]:
         """For `status`."""
-        return {"host": self.host, "ready": self.ready, "draining": self.draining, "credits": self.credits, "served": self.served,
+        return {"host": self.host, "ready": self.ready, "draining": self.draining, "credits": self.credits,
+                "served": max((e.served for e in self.engines.values()), default=NOTHING),
+                "engines": {name: e.describe() for name, e in self.engines.items()},
                 "finished": self.finished, "faults": self.faults, "barred": self.barred, **self.progress}
 
 
 class Fleet:
-    """Every peer by its socket identity."""
+    """Every peer by its socket identity, every engine by its name."""
 
-    def __init__(self, max_faults: int):
-        self._max_faults = max_faults
+    def __init__(self, max_faults: int, restart_patience: float = 0.0):
+        self._max_faults, self.restart_patience = max_faults, restart_patience
         self.peers: dict[bytes, Peer] = {}
+        self.engines: dict[str, EngineState] = {}
         self._asking: dict[bytes, Peer] = {}
 
     def add(self, peer: Peer) -> None:
@@ -50,6 +75,37 @@ class Fleet:
     def remove(self, peer: Peer) -> None:
         self.peers.pop(peer.identity, None)
         self._asking.pop(peer.identity, None)
+        for engine in peer.engines:
+            self.engines.pop(engine, None)
+
+    def engine_ready(self, peer: Peer, engine: str, world_size: int) -> None:
+        """A server is up; it serves nothing before an update has given it the weights."""
+        self.engines[engine] = peer.engines[engine] = EngineState(peer, world_size)
+
+    def engine_gone(self, engine: str, starting: bool) -> None:
+        """A server has ended; `starting`: its worker starts it again."""
+        state = self.engines[engine]
+        state.served, state.starting = NOTHING, starting
+        if not starting:
+            del self.engines[engine], state.worker.engines[engine]
+
+    def ready_engines(self) -> set[str]:
+        return {name for name, e in self.engines.items() if not e.starting}
+
+    def stale_engines(self, version: int) -> set[str]:
+        """Engines that are up and do not serve `version`."""
+        return {name for name, e in self.engines.items() if not e.starting and e.served != version}
+
+    def engine_patience(self, start_timeout: float) -> float:
+        """Seconds for which an engine may be awaited because one is being started, or its whole role is."""
+        if any(e.starting for e in self.engines.values()) or any(not p.ready for p in self.workers()):
+            return start_timeout
+        return 0.0 if self.workers() else self.restart_patience
+
+    def engine_counts(self, version: int) -> dict[str, int]:
+        """Engines by state: serving `version`, stale, starting."""
+        starting, stale = sum(e.starting for e in self.engines.values()), len(self.stale_engines(version))
+        return {"serving": len(self.engines) - starting - stale, "stale": stale, "starting": starting}
 
     def ask(self, peer: Peer, count: int) -> None:
         """A worker asks for `count` more leases."""
@@ -72,10 +128,6 @@ class Fleet:
 
     def named(self, name: str) -> Peer | None:
         return next((p for p in self.peers.values() if p.name == name), None)
-
-    def engines(self) -> dict[str, tuple[bytes, int]]:
-        """Engine name -> (identity of its worker, world size), of workers that are ready."""
-        return {engine: (p.identity, size) for p in self.workers() if p.ready for engine, size in p.engines.items()}
 
     def silent(self, now: float, timeout: float) -> list[Peer]:
         return [p for p in self.workers() if now - p.last_seen > timeout]

@@ -22,7 +22,7 @@ import zmq
 from molt_hpc import wire
 from molt_hpc.broker.client import ENDPOINT, read_keys, write_private
 from molt_hpc.broker.conductor import Conductor
-from molt_hpc.broker.fleet import Fleet, Peer
+from molt_hpc.broker.fleet import RESTART_PATIENCE, Fleet, Peer
 from molt_hpc.broker.front import Front
 from molt_hpc.broker.ledger import END_STATES, Grant, GroupState, LedgerConfig
 from molt_hpc.broker.outgoing import Outgoing
@@ -60,7 +60,7 @@ class Broker:
         for rows in self.ledger.epochs:
             self.prompts.begin_epoch(rows)
         self.store = Store(run / "journal", self.ledger, places, segment, config.broker.memory_bytes)
-        self.fleet = Fleet(config.broker.max_worker_faults)
+        self.fleet = Fleet(config.broker.max_worker_faults, RESTART_PATIENCE if config.launch.max_restarts else 0.0)
         self.referred = Referred(run)
         for key in places:
             if reference := wire.decode_header(self.store.header(*key))["fields"].get("reference"):
@@ -75,11 +75,12 @@ class Broker:
         self.answers: dict[bytes, dict[str, list[Any]]] = {}
         self.batch_request: tuple[bytes, int, float] | None = None
         self.stale = False
+        self.engines_lost: list[str] = []
         self.next_report = 0.0
         self.last_counts: Counter[str] = self._counts()
         self.started = self.last_usable = time.monotonic()
         self.loop_seconds: deque[float] = deque(maxlen=10_000)
-        self.conductor = Conductor(config.weights, self._send, self._reply)
+        self.conductor = Conductor(config, self.fleet, self._send, self._reply, self._opened, self.engines_lost.append, self.fail)
         self.front = Front(read_keys(run), host, config.broker.max_message_bytes)
         self.outgoing = Outgoing(self.front, self.store, config.broker.memory_bytes)
         self.address = self.front.address
@@ -155,8 +156,7 @@ class Broker:
         self.store.commit()
         for peer in self.fleet.silent(now, self.config.broker.heartbeat_timeout):
             self._lose(peer, f"silent for {now - peer.last_seen:.0f} s")
-        if reason := self.conductor.expire(now):
-            self.fail(reason)
+        self.conductor.expire(now)
         if self.phase == "roll_call" and now - self.started > self.config.launch.roll_call_timeout:
             self.fail(f"roll call: no report within {self.config.launch.roll_call_timeout:.0f} s from {', '.join(self.missing())}")
         self._check_fleet(now)
@@ -172,7 +172,7 @@ class Broker:
             self.last_usable = now
         elif barred := [p for p in self.fleet.workers() if p.barred]:
             self.fail(f"no worker can be given leases: {barred[0].name} on {barred[0].host}: {barred[0].barred}")
-        elif now - self.last_usable > self.config.broker.heartbeat_timeout:
+        elif now - self.last_usable > self.config.broker.heartbeat_timeout + self.fleet.restart_patience:
             self.fail(f"no rollout worker for {now - self.last_usable:.0f} s")
 
     def _report_wait(self, now: float) -> None:
@@ -188,13 +188,13 @@ class Broker:
         self.referred.gone(peer.identity)
         self.store.commit()
         log.error("%s on %s is gone (%s); %d leases go to others", peer.name, peer.host, reason, len(lost))
-        for engine in peer.engines:
-            self.conductor.engine_failed(engine, f"{peer.name} is gone ({reason})")
+        engines = {engine: state.lost_at() for engine, state in peer.engines.items()}
+        self.conductor.engines_lost(engines, f"{peer.name} is gone ({reason})", time.monotonic())
         self._look_for_stale()
 
     def _look_for_stale(self) -> None:
-        """Whether a worker's engines need the current weights; after every change, since a turn of the loop must not ask thousands."""
-        self.stale = any(p.ready and p.served != self.ledger.current_version for p in self.fleet.workers())
+        """Whether engines need the current weights; after every change, since a turn of the loop must not ask thousands."""
+        self.stale = bool(self.fleet.stale_engines(self.ledger.current_version))
 
     def _close_late(self, group: int) -> None:
         cut = self.ledger.close_group(group, time.time())
@@ -246,13 +246,16 @@ class Broker:
         return [name for name in self.expected if name not in ready]
 
     def on_ready(self, peer: Peer, message: wire.Message, request: int) -> None:
-        peer.ready, peer.engines = True, dict(message.fields.get("engines", {}))
+        peer.ready = True
+        for engine, world_size in message.fields.get("engines", {}).items():
+            self.fleet.engine_ready(peer, engine, int(world_size))
         self._look_for_stale()
         log.info("%s is ready%s", peer.name, f" with {', '.join(peer.engines)}" if peer.engines else "")
         if self.phase == "roll_call" and not self.missing():
             self.phase = "running"
             log.info("every role has reported after %.1f s", time.monotonic() - self.started)
-            self.conductor.engines_ready(self.fleet.engines(), time.monotonic())
+            self.conductor.roll_call_done(time.monotonic())
+        self.conductor.expire(time.monotonic())
         self._reply(peer.identity, request, "ok", {})
 
     def on_status(self, peer: Peer, message: wire.Message, request: int) -> None:
@@ -327,7 +330,7 @@ class Broker:
         with open(self.run / "quarantine.jsonl", "a") as file:
             file.write(json.dumps({k: v for k, v in fields.items() if k != "request"} | {"worker": peer.name, "time": time.time()}) + "\n")
         if fields["fault"] == "infrastructure":
-            if self.fleet.infrastructure_fault(peer, fields["reason"]):
+            if not fields.get("engine_lost") and self.fleet.infrastructure_fault(peer, fields["reason"]):
                 log.error("%s on %s gets no more leases: %s", peer.name, peer.host, peer.barred)
             return
         self.outcomes.append(False)
@@ -337,7 +340,15 @@ class Broker:
                       f"the last one: {fields['reason']}; all of them are in {self.run / 'quarantine.jsonl'}")
 
     def on_engine_answer(self, peer: Peer, message: wire.Message, request: int) -> None:
-        self._settle(self.conductor.engine_answer(message.fields, time.monotonic()))
+        self.conductor.engine_answer(message.fields, time.monotonic())
+
+    def on_engine_gone(self, peer: Peer, message: wire.Message, request: int) -> None:
+        self.conductor.engine_gone(peer, message.fields, time.monotonic())
+        self._look_for_stale()
+
+    def on_engine_ready(self, peer: Peer, message: wire.Message, request: int) -> None:
+        self.conductor.engine_ready(peer, message.fields, time.monotonic())
+        self._look_for_stale()
 
     def _begin_epochs(self) -> None:
         """Choose the prompts of the next epoch (data.difficulty_sampling); journalled, so that an attempt after this one has the same."""
@@ -387,6 +398,7 @@ class Broker:
     def on_next_batch(self, peer: Peer, message: wire.Message, request: int) -> None:
         self.batch_request = (peer.identity, request, time.monotonic())
         self.outgoing.clear(peer.identity)
+        self._look_for_stale()
         self.next_report = time.monotonic() + 20
 
     def on_got(self, peer: Peer, message: wire.Message, request: int) -> None:
@@ -429,29 +441,22 @@ class Broker:
         self._reply(peer.identity, request, "ok", {})
 
     def on_update_begin(self, peer: Peer, message: wire.Message, request: int) -> None:
-        self.ledger.close_admission()
-        engines = self.fleet.engines() if self.phase == "running" else None
-        self.conductor.begin(peer.identity, request, message.fields["version"], engines, time.monotonic())
+        version = message.fields["version"]
+        if version != self.ledger.current_version:  # else newcomers get what the others go on serving
+            self.ledger.close_admission()
+        self.conductor.begin(peer.identity, request, version, self.phase == "running", time.monotonic())
 
     def on_update_transfer(self, peer: Peer, message: wire.Message, request: int) -> None:
-        self.conductor.transfer(message, request)
+        self.conductor.transfer(message, request, time.monotonic())
 
     def on_update_sent(self, peer: Peer, message: wire.Message, request: int) -> None:
-        self._settle(self.conductor.sent(message.fields, request, time.monotonic()))
+        self.conductor.sent(message.fields, request, time.monotonic())
 
-    def _settle(self, outcome: tuple[str, Any] | None) -> None:
-        """An update has ended: open admission at its version, or fail the run."""
-        if outcome is None:
-            return
-        kind, value = outcome
-        if kind != "done":
-            self.fail(value)
-            return
-        for worker in self.fleet.workers():
-            if worker.engines and worker.engines.keys() <= self.conductor.update.receivers:
-                worker.served = value
-        self.ledger.version(value)
-        self._look_for_stale()
+    def _opened(self, version: int) -> None:
+        """The first engine serves `version`, and all others of the update hold it: admission opens."""
+        if version != self.ledger.current_version or not self.ledger.admission_open:
+            self.ledger.version(version)
+            self.store.commit()
 
     def _counts(self) -> Counter[str]:
         """Everything that a step's record shows the difference of."""
@@ -468,6 +473,8 @@ class Broker:
         record = dict(message.fields["metrics"]) | {"attempt": self.attempt}
         record |= {name: counts[name] - self.last_counts[name] for name in counts}
         record |= {"groups_in_flight": len(self.ledger.groups), "ledger_balance": self.ledger.balance()}
+        record |= {f"engines_{state}": n for state, n in self.fleet.engine_counts(self.ledger.current_version).items()}
+        record["engines_lost"], self.engines_lost[:] = self.engines_lost[:], []
         self.last_counts = counts
         self.step_lines.append(self.step_sink(record | {"total_steps": self.ledger.planned_steps}))
         self._reply(peer.identity, request, "ok", {})

@@ -12,21 +12,26 @@ import importlib.metadata
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 
 from molt_hpc.config import RunConfig
-from molt_hpc.guard import guarded
+from molt_hpc.guard import descendants, guarded
 
 log = logging.getLogger(__name__)
 
 
+CLOSE_PATIENCE = 15.0
+"""Seconds for a server to end when it is asked to; its guard gives its processes five."""
 PROGRESS_INTERVAL = 2.0
 """Seconds between two looks at the server's token counter."""
 
@@ -47,7 +52,7 @@ def serve_arguments(config: RunConfig, socket: Path, seed: int) -> list[str]:
              "--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--max-model-len", str(config.data.max_len),
              "--dtype", vllm.dtype, "--seed", str(seed), "--tensor-parallel-size", str(vllm.tensor_parallel_size),
              "--gpu-memory-utilization", str(vllm.gpu_memory_utilization),
-             "--weight-transfer-config", json.dumps({"backend": config.weights.backend}),
+             "--weight-transfer-config", json.dumps({"backend": f"molt_hpc_{config.weights.backend}"}),
              "--worker-extension-cls", "molt_hpc.weights.receive.WeightReport",
              "--enable-prefix-caching" if vllm.enable_prefix_caching else "--no-enable-prefix-caching"]
     words += ["--enforce-eager"] if vllm.enforce_eager else []
@@ -87,12 +92,17 @@ class Engine:
         self.socket = Path(folder) / "engine.sock"
         self.world_size = config.vllm.tensor_parallel_size
         self.running, self.paused = 0, False
+        self.lost = ""  # why this server is given up
+        self.probe: np.ndarray | None = None  # prompts to score after the next update, int32 [K, L]
         self.last_progress = time.monotonic()
-        command = [sys.executable, "-m", "molt_hpc.rollout.vllm_launch", *serve_arguments(config, self.socket, seed)]
         self._log = open(log_path, "ab")
-        self.process = subprocess.Popen(guarded(command, cleanup=folder, owner=os.getpid(), grace=5.0), env=serve_environment(local_index, self.world_size),
+        self.process = subprocess.Popen(guarded(self.command(seed), cleanup=folder, owner=os.getpid(), grace=5.0), env=serve_environment(local_index, self.world_size),
                                         stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT)
         self._session: aiohttp.ClientSession | None = None
+
+    def command(self, seed: int) -> list[str]:
+        """The server's command line."""
+        return [sys.executable, "-m", "molt_hpc.rollout.vllm_launch", *serve_arguments(self.config, self.socket, seed)]
 
     async def wait_healthy(self) -> float:
         """Wait until the server answers; returns the seconds it took.
@@ -105,6 +115,7 @@ class Engine:
                 raise EngineError(f"{self.name} exited with {self.process.returncode} while starting; the end of {self.log_path}:\n{self.log_tail()}")
             with contextlib.suppress(EngineError):
                 await self.get("/health", timeout=5)
+                self.world_size = (await self.get("/get_world_size", timeout=5))["world_size"]
                 return time.monotonic() - started
             waited = time.monotonic() - started
             if waited > self.config.vllm.start_timeout:
@@ -150,16 +161,34 @@ class Engine:
         return await self._request("GET", path, None, timeout)
 
     async def post(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
-        """POST JSON; returns the decoded answer. Raises EngineError on any answer but 200."""
+        """POST JSON (bytes are sent as they are); returns the decoded answer. Raises EngineError on any answer but 200."""
         return await self._request("POST", path, body, timeout)
+
+    async def stream(self, path: str, body: bytes) -> AsyncIterator[Any]:
+        """POST JSON; yields the decoded events of the answer. Raises EngineError, also for an answer that is cut short."""
+        try:
+            async with self._client().post(path, data=body, headers={"Content-Type": "application/json"}, read_bufsize=1 << 22) as answer:
+                if answer.status != 200:
+                    raise EngineError(f"{self.name}: POST {path}: HTTP {answer.status}: {(await answer.read())[:500].decode(errors='replace')}")
+                async for line in answer.content:
+                    if line.startswith(b"data: {"):
+                        event = json.loads(line[6:])
+                        if "error" in event:
+                            raise EngineError(f"{self.name}: POST {path}: {event['error']}")
+                        yield event
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineError(f"{self.name}: POST {path}: {type(error).__name__}: {error}") from None
 
     async def _request(self, method: str, path: str, body: Any, timeout: float | None) -> Any:
         raw = await self._raw(method, path, body, timeout)
         return json.loads(raw) if raw else None
 
     async def _raw(self, method: str, path: str, body: Any, timeout: float | None) -> bytes:
+        if self.lost:
+            raise EngineError(f"{self.name}: {method} {path}: it is lost: {self.lost.splitlines()[0]}")
         try:
-            async with self._client().request(method, path, json=body, timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=60)) as answer:
+            content = {"data": body, "headers": {"Content-Type": "application/json"}} if isinstance(body, bytes) else {"json": body}
+            async with self._client().request(method, path, **content, timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=60)) as answer:
                 raw = await answer.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineError(f"{self.name}: {method} {path}: {type(error).__name__}: {error or f'no answer within {timeout} s'}") from None
@@ -167,11 +196,22 @@ class Engine:
             raise EngineError(f"{self.name}: {method} {path}: HTTP {answer.status}: {raw[:500].decode(errors='replace')}")
         return raw
 
-    async def close(self) -> None:
-        """End the server and everything it started."""
+    async def close(self, hard: bool = False) -> None:
+        """End the server and everything it started; `hard`, or one that does not end when asked to: by SIGKILL."""
+        self.lost = self.lost or "closed"
+        if not hard and self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self.process.wait, CLOSE_PATIENCE)
+        if self.process.poll() is None:
+            # a stopped or hung process hears no other signal; the guard's outer half stays and removes what is left
+            for pid in descendants(self.process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            try:
+                await asyncio.to_thread(self.process.wait, CLOSE_PATIENCE)
+            except subprocess.TimeoutExpired:
+                log.error("%s: process %d does not end, not even by SIGKILL", self.name, self.process.pid)
         if self._session is not None:
             await self._session.close()
-        if self.process.poll() is None:
-            self.process.terminate()
-            await asyncio.to_thread(self.process.wait)
         self._log.close()

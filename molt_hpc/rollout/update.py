@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
+import numpy as np
+
 from molt_hpc.config import RunConfig
 from molt_hpc.rollout.engine import Engine, EngineError
+from molt_hpc.rollout.generate import sampling_parameters
 from molt_hpc.weights.plan import decode_plan
 from molt_hpc.wire import Message
 
@@ -29,11 +33,19 @@ async def apply_command(engine: Engine, config: RunConfig, command: str, fields:
         served = (await engine.get("/weight_info", timeout=timeout))["weight_version"]
         if served != str(fields["version"]):
             raise EngineError(f"{engine.name} serves version {served!r} after the update to {fields['version']}")
-        return {"answer": "resumed"}
-    return await _transfer(engine, fields, decode_plan(message.arrays()["plan"]), timeout)
+        probe = {} if engine.probe is None else {"probe": (await score(engine, engine.probe, timeout)).tobytes()}
+        return {"answer": "resumed"} | probe
+    arrays = message.arrays()
+    engine.probe = arrays.get("probe")
+    return await _transfer(engine, fields, decode_plan(arrays["plan"]), timeout)
 
 
-async def _transfer(engine: Engine, fields: dict[str, Any], plan: list[dict], timeout: float) -> dict[str, Any]:
+async def abort_update(engine: Engine, timeout: float) -> None:
+    """Leave an update that was given up, so that another can begin. Raises EngineError if the server does not answer."""
+    await engine.post("/collective_rpc", {"method": "molt_hpc_weight_cancel"}, timeout)
+
+
+async def _transfer(engine: Engine, fields: dict[str, Any], plan: dict[str, Any], timeout: float) -> dict[str, Any]:
     seconds: dict[str, float] = {}
     clock = time.monotonic()
 
@@ -43,36 +55,52 @@ async def _transfer(engine: Engine, fields: dict[str, Any], plan: list[dict], ti
         clock = time.monotonic()
 
     if fields["join"]:
-        await engine.post("/init_weight_transfer_engine", {"init_info": _init_info(fields)}, timeout)
+        init = {k: fields[k] for k in ("master_address", "master_port", "rank_offset", "world_size", "epoch", "timeout")}
+        await engine.post("/collective_rpc", {"method": "molt_hpc_weight_cancel"}, timeout)
+        await engine.post("/init_weight_transfer_engine", {"init_info": init}, timeout)
     lap("join")
     await engine.post("/start_weight_update", timeout=timeout)
     lap("start")
-    for bucket in plan:
-        await engine.post("/update_weights", {"update_info": _update_info(fields["backend"], bucket)}, timeout)
+    for body in plan["updates"]:
+        await engine.post("/update_weights", {"update_info": body}, timeout)
     lap("receive")
+    reports = (await engine.post("/collective_rpc", {"method": "molt_hpc_weight_report"}, timeout))["results"]
+    checksum = verify(engine.name, reports)
+    lap("verify")
+    seconds["load"] = max(report["seconds"]["load"] for report in reports)  # within `receive`, while further bytes arrived
     await engine.post("/finish_weight_update", {"weight_version": str(fields["version"])}, timeout)
     lap("finish")
-    return {"answer": "applied", "checksum": await _checksum(engine, fields["backend"], timeout), "seconds": seconds}
+    return {"answer": "applied", "checksum": checksum, "seconds": seconds}
 
 
-def _init_info(fields: dict[str, Any]) -> dict[str, Any]:
-    info = {k: fields[k] for k in ("master_address", "master_port", "rank_offset", "world_size")}
-    return info | ({"epoch": fields["epoch"], "timeout": fields["timeout"]} if fields["backend"] == "gloo" else {"packed": True})
+def verify(engine: str, reports: list[dict[str, Any]]) -> str:
+    """The checksum of what arrived, from the reports of a server's ranks.
 
-
-def _update_info(backend: str, bucket: dict) -> dict[str, Any]:
-    if backend == "gloo":
-        return bucket
-    names, dtypes, shapes = zip(*((name, dtype, shape) for name, dtype, shape, _ in bucket["tensors"]))
-    return {"names": names, "dtype_names": dtypes, "shapes": shapes}
-
-
-async def _checksum(engine: Engine, backend: str, timeout: float) -> str:
-    """The checksum of what arrived, equal on all ranks of the server."""
-    if backend != "gloo":
-        return "unattested"
-    reports = (await engine.post("/collective_rpc", {"method": "molt_hpc_weight_report"}, timeout))["results"]
-    checksums = {f"{report['checksum']:08x}" for report in reports}
+    Raises EngineError if its ranks received different bytes, a tensor fills nothing on any rank, or a parameter was not filled.
+    """
+    checksums = {report["checksum"] for report in reports}
     if len(checksums) != 1:
-        raise EngineError(f"{engine.name}: its ranks received different bytes: {sorted(checksums)}")
+        raise EngineError(f"{engine}: its ranks received different bytes: {sorted(checksums)}")
+    # another rank's layer or expert is skipped here and loaded there
+    nowhere = sorted(set.intersection(*(set(report["skipped"]) for report in reports)))
+    if nowhere:
+        raise EngineError(f"{engine}: its model has no place for {_some(nowhere)}: trainer and engine disagree on the architecture")
+    missing = sorted({name for report in reports for name in report["missing"]})
+    if missing:
+        raise EngineError(f"{engine}: the update did not bring {_some(missing)}")
     return checksums.pop()
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+async def score(engine: Engine, tokens: np.ndarray, timeout: float) -> np.ndarray:
+    """float32 [K, L - 1]: the engine's log-probs of all tokens but the first of each prompt; tokens: int32 [K, L]."""
+    async def one(number: int, ids: list[int]) -> list[float]:
+        body = {"request_id": f"probe-{number}", "model": "policy", "token_ids": ids, "stream": False,
+                "sampling_params": sampling_parameters(1, 1.0, 0) | {"prompt_logprobs": 0}}
+        answer = await engine.post("/inference/v1/generate", body, timeout)
+        return [row[str(token)]["logprob"] for row, token in zip(answer["prompt_logprobs"][1:], ids[1:], strict=True)]
+
+    return np.array(await asyncio.gather(*(one(i, ids) for i, ids in enumerate(tokens.tolist()))), "<f4")

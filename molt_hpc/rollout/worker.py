@@ -1,8 +1,8 @@
 """The rollout worker of one node: its vLLM servers, its agent processes, and the broker's other end.
 
-It asks for leases with credits, runs each as an `Episode`, sends back the rollout or the fault, and does
-what the broker's weight updates ask of its engines. If a server or the broker is lost the worker ends with
-the reason; it never goes on with half of its parts.
+It asks for leases with credits, runs each as an `Episode` on an engine that serves, and sends back the rollout or the
+fault. A server that dies or hangs is started again by its `Keeper` while the others go on; when the last one is given up, or
+the broker is lost, the worker ends with the reason.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 import signal
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,13 @@ from molt_hpc.broker.client import AsyncBrokerClient, cancel_all
 from molt_hpc.config import RunConfig, load
 from molt_hpc.data.references import Producer, size_of
 from molt_hpc.records import Lease, Rollout
+from molt_hpc.rollout.chat_episode import ChatEpisode
+from molt_hpc.rollout.chat_server import ChatServer, chat_server
+from molt_hpc.rollout.dialect import Dialect
 from molt_hpc.rollout.engine import Engine, EngineError
-from molt_hpc.rollout.episode import DataFault, Episode
-from molt_hpc.rollout.isolation import AgentPool, AgentProcessGone
-from molt_hpc.rollout.update import apply_command
+from molt_hpc.rollout.episode import DataFault, EnvEpisode, Episode
+from molt_hpc.rollout.isolation import AgentLate, AgentPool, AgentProcessGone
+from molt_hpc.rollout.keeper import Keeper
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +45,9 @@ class Worker:
         self.name = f"rollout_n{node_rank}"
         self.logs = run / "logs" / f"attempt_{attempt}"
         self.client = AsyncBrokerClient(run, address, config.broker.max_message_bytes)
-        self.engines: dict[str, Engine] = {}
+        self.keepers: dict[str, Keeper] = {}
         self.agents: AgentPool | None = None
+        self.chat: ChatServer | None = None
         self.leases: dict[str, tuple[asyncio.Task, Episode]] = {}
         self.commands: set[asyncio.Task] = set()
         self.tokens = 0
@@ -65,7 +70,7 @@ class Worker:
             elif starting.exception():
                 raise starting.exception()
             else:
-                background += [self._watch(self._watch_engines()), *(self._watch(e.watch_progress()) for e in self.engines.values())]
+                background.append(self._watch(self._keep_engines()))
             reason = await self.ended
             log.info("the worker ends: %s", reason)
             return 0
@@ -74,7 +79,7 @@ class Worker:
             return 1
         finally:
             await cancel_all([*background, *self.commands, *(task for task, _ in self.leases.values())])
-            await asyncio.gather(*(e.close() for e in self.engines.values()), *([self.agents.close()] if self.agents else []))
+            await asyncio.gather(*(k.close() for k in self.keepers.values()), *(part.close() for part in (self.agents, self.chat) if part))
             self.client.close()
 
     async def _start(self) -> None:
@@ -82,13 +87,16 @@ class Worker:
         for index in range(per_node):
             name = f"{self.name}_e{index}"
             seed = config.train.seed + self.node_rank * per_node + index
-            self.engines[name] = Engine(name, config, index, seed, self.logs / f"engine_{self.name}_{index}.log")
-        self.agents = AgentPool(config.train.agent_path, config.agent.processes, config.rollout.concurrency, self.logs, self.name)
-        self.tokenizer = await asyncio.to_thread(_load_tokenizer, config)
+            make = partial(Engine, name, config, index, seed, self.logs / f"engine_{self.name}_{index}.log")
+            self.keepers[name] = Keeper(name, config, make, self.client.send)
+        self.agents = AgentPool(config.train.agent_path, config.agent, config.rollout.concurrency, self.logs, self.name)
+        self.dialect = Dialect(await asyncio.to_thread(_load_tokenizer, config))
         await self.agents.wait_ready()
-        seconds = await asyncio.gather(*(e.wait_healthy() for e in self.engines.values()))
+        self.chat = await chat_server(config, self.dialect, self.agents.kind)
+        engines = [keeper.engine for keeper in self.keepers.values()]
+        seconds = await asyncio.gather(*(e.wait_healthy() for e in engines))
         log.info("%d engines are healthy after %.1f s", len(seconds), max(seconds))
-        await self.client.send("ready", {"engines": {e.name: e.world_size for e in self.engines.values()}})
+        await self.client.send("ready", {"engines": {e.name: e.world_size for e in engines}})
         await self.client.send("credits", {"credits": config.rollout.concurrency})
 
     def _watch(self, coroutine: Any) -> asyncio.Task:
@@ -114,8 +122,8 @@ class Worker:
             elif message.kind == "cancel":
                 if fields["lease"] in self.leases:
                     self.leases[fields["lease"]][0].cancel()
-            elif message.kind in ("pause", "transfer", "resume"):
-                self._spawn(self._update(message.kind, fields, message))
+            elif message.kind in ("pause", "transfer", "resume", "abort", "drop"):
+                self.keepers[fields["engine"]].command(message.kind, fields, message)
             elif message.kind == "stop":
                 self._end(fields["reason"])
                 return
@@ -132,10 +140,15 @@ class Worker:
         task.add_done_callback(self.commands.discard)
 
     def _start_lease(self, lease: Lease) -> None:
-        engine = min(self.engines.values(), key=lambda e: e.running)
+        serving = [keeper.engine for keeper in self.keepers.values() if keeper.version is not None]
+        if not serving:  # it was lost while the lease was on its way
+            self._spawn(self._fault(lease, "infrastructure", f"no engine of {self.name} serves", engine_lost=True))
+            return
+        engine = min(serving, key=lambda e: e.running)
         agent = self.agents.pick()
         agent.load += 1
-        episode = Episode(lease, self.config, self.tokenizer, engine, agent)
+        parts = (lease, self.config, self.dialect, engine, agent)
+        episode = ChatEpisode(*parts, server=self.chat) if self.chat else EnvEpisode(*parts)
         self.leases[lease.id] = (self._watch(self._run_lease(episode)), episode)
 
     def _drain(self) -> None:
@@ -156,28 +169,14 @@ class Worker:
     async def _heartbeat(self) -> None:
         while True:
             alive = [[e.lease.group_id, e.lease.sample, e.lease.attempt] for _, e in self.leases.values() if e.progressed(time.monotonic() - HEARTBEAT)]
-            await self.client.send("heartbeat", {"running": sum(e.running for e in self.engines.values()), "rollouts": len(self.leases),
+            await self.client.send("heartbeat", {"running": sum(k.engine.running for k in self.keepers.values()), "rollouts": len(self.leases),
                                                  "sampled_tokens": self.tokens, "progress": alive})
             await asyncio.sleep(HEARTBEAT)
 
-    async def _watch_engines(self) -> None:
-        while True:
-            for engine in self.engines.values():
-                if engine.process.poll() is not None:
-                    raise RuntimeError(f"{engine.name} exited with {engine.process.returncode}; the end of {engine.log_path}:\n{engine.log_tail()}")
-            await asyncio.sleep(0.5)
-
-    async def _update(self, command: str, fields: dict[str, Any], message: Any) -> None:
-        engine = self.engines[fields["engine"]]
-        base = {"engine": engine.name, "version": fields["version"], "epoch": fields["epoch"]}
-        started = time.monotonic()
-        try:
-            answer = await apply_command(engine, self.config, command, fields, message)
-        except (EngineError, ValueError) as error:
-            log.error("%s of version %d failed on %s: %s", command, fields["version"], engine.name, error)
-            answer = {"answer": "failed", "reason": f"{command}: {error}"}
-        answer.setdefault("seconds", {command: time.monotonic() - started})
-        await self.client.send("engine_answer", base | answer)
+    async def _keep_engines(self) -> None:
+        await asyncio.gather(*(keeper.run() for keeper in self.keepers.values()))
+        raise RuntimeError(f"every engine was given up after {self.config.vllm.max_restarts} restarts within an hour (vllm.max_restarts); "
+                           f"see {self.logs}")
 
     async def _run_lease(self, episode: Episode) -> None:
         """Run a lease to its end; whatever that is, the broker hears of it and gets the credit back."""
@@ -187,21 +186,22 @@ class Worker:
             self.tokens += episode.tokens
         except DataFault as fault:
             await self._fault(lease, "data", str(fault), fault.traceback)
-        except (AgentProcessGone, EngineError) as error:
+        except AgentProcessGone as error:
             await self._fault(lease, "infrastructure", str(error))
+        except EngineError as error:
+            await self.keepers[episode.engine.name].check(episode.engine, str(error))
+            await self._fault(lease, "infrastructure", str(error), engine_lost=bool(episode.engine.lost))
         except TimeoutError as error:
-            # a call that hangs in user code blocks its process: replace it; a slow engine is not the agent's fault
-            hung = "did not return" in str(error)
-            if hung:
-                self.agents.replace(episode.agent)
-            await self._fault(lease, "data" if hung else "infrastructure",
-                              f"no result within {lease.timeout:.0f} s (agent.timeout): {error or 'the engine was still generating'}")
+            late = isinstance(error, AgentLate)  # a slow engine is not the agent's fault
+            await self._fault(lease, "data" if late else "infrastructure", f"no result within {lease.timeout:.0f} s (agent.timeout): {error}")
         except ValueError as error:
             await self._fault(lease, "data", str(error), traceback.format_exc())
         except asyncio.CancelledError:
             await self.client.send("credits", self._credit())
             raise
         finally:
+            if episode.hung:
+                self.agents.replace(episode.agent)
             episode.agent.load -= 1
             self.leases.pop(lease.id, None)
 
@@ -218,9 +218,10 @@ class Worker:
         await self.window.take(lease.id, size_of(frames))
         await self.client.send_frames(frames)
 
-    async def _fault(self, lease: Lease, kind: str, reason: str, trace: str = "") -> None:
+    async def _fault(self, lease: Lease, kind: str, reason: str, trace: str = "", engine_lost: bool = False) -> None:
+        """engine_lost: the engine has died or hung, which is not held against this worker."""
         await self.client.send("fault", {"group_id": lease.group_id, "sample": lease.sample, "attempt": lease.attempt, "fault": kind, **self._credit(),
-                                         "reason": reason, "traceback": trace, "prompt": lease.prompt.to_header()})
+                                         "reason": reason, "traceback": trace, "prompt": lease.prompt.to_header(), "engine_lost": engine_lost})
 
 
 class Window:

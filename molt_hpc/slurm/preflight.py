@@ -45,6 +45,9 @@ def preflight(config: RunConfig, env: Mapping[str, str]) -> Topology:
 def check_inputs(config: RunConfig) -> None:
     """Check the model folder, every prompt, the agent file and needed packages. Raises ValueError."""
     check_model(config.actor.model_name_or_path)
+    for name in ("ref", "critic"):
+        if folder := getattr(config, name).model_name_or_path:
+            check_model(folder, f"{name}.model_name_or_path")
     if config.logger.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("logger.tensorboard: the package tensorboard is not installed; install it or set --logger.tensorboard false")
     from molt_hpc.agents.loader import load_agent
@@ -53,12 +56,12 @@ def check_inputs(config: RunConfig) -> None:
     load_agent(config.train.agent_path)
 
 
-def check_model(folder: str) -> None:
+def check_model(folder: str, option: str = "actor.model_name_or_path") -> None:
     """Raise ValueError unless this is a folder of a Hugging Face model."""
     if not Path(folder).is_dir():
-        raise ValueError(f"actor.model_name_or_path: there is no folder {folder}")
+        raise ValueError(f"{option}: there is no folder {folder}")
     if not (Path(folder) / "config.json").is_file():
-        raise ValueError(f"actor.model_name_or_path: {folder} has no config.json, so it is not a model's folder")
+        raise ValueError(f"{option}: {folder} has no config.json, so it is not a model's folder")
 
 
 def check_run_folder(run: Path, resume: bool = False) -> None:

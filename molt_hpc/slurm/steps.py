@@ -48,8 +48,9 @@ class Task:
 class Handle:
     """A started step. `poll` is its exit code once all of it has ended."""
 
-    def __init__(self, step: Step, tasks: list[Task], process: subprocess.Popen, launcher_log: Path | None = None):
+    def __init__(self, step: Step, tasks: list[Task], process: subprocess.Popen, launcher_log: Path | None = None, log_start: int = 0):
         self.step, self.tasks, self._process, self._launcher_log = step, tasks, process, launcher_log
+        self._log_start = log_start
 
     @property
     def role(self) -> str:
@@ -84,7 +85,7 @@ class Handle:
     def ends(self) -> list[tuple[Task, str]]:
         """The tasks known to have ended, with a text such as `exit code 7`, in the order they ended."""
         if self._launcher_log is not None:
-            reported = parse_srun_errors(self._launcher_log.read_text(errors="replace"))
+            reported = parse_srun_errors(self._launcher_text())
             named = [(self.tasks[index], how) for index, how in reported if index < len(self.tasks)]
             if named:
                 return named
@@ -93,17 +94,18 @@ class Handle:
 
     def launcher_message(self) -> str:
         """What srun itself said last; empty for a local process."""
-        if self._launcher_log is None:
-            return ""
-        lines = [line for line in self._launcher_log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [line for line in self._launcher_text().splitlines() if line.strip()]
         return lines[-1] if lines else ""
 
+    def _launcher_text(self) -> str:
+        """srun's own output about this start of the step; the file may begin with that of an earlier one."""
+        return "" if self._launcher_log is None else self._launcher_log.read_bytes()[self._log_start:].decode(errors="replace")
 
     def slurm_reason(self) -> str:
         """Why Slurm ended this step, in its words (`node failure`, `time limit`); empty if it did not say."""
         if self._launcher_log is None:
             return ""
-        text = self._launcher_log.read_text(errors="replace")
+        text = self._launcher_text()
         text += "".join(task.log.read_text(errors="replace")[-4096:] for task in self.tasks if task.log.exists())
         node = re.search(r"Node failure on (\S+)", text)
         reason = re.search(r"CANCELLED AT \S+ DUE TO ([A-Z ]+)", text)
@@ -148,9 +150,10 @@ class SrunLauncher:
         tasks = [Task(step.task_name(i), node, logs / log_name(step, i)) for i, node in enumerate(step.nodes)]
         launcher_log = logs / f"{log_stem(step)}_srun.log"
         with open(launcher_log, "ab") as log:
+            start = log.tell()
             process = subprocess.Popen(self.line(step, argv, logs), env=env, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
                                        start_new_session=True)
-        return Handle(step, tasks, process, launcher_log)
+        return Handle(step, tasks, process, launcher_log, start)
 
 
 def log_stem(step: Step) -> str:

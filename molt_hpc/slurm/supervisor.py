@@ -1,9 +1,10 @@
 """The life of a run: start every role, watch them, say why it ends, leave nothing behind.
 
 One loop in one thread. It looks at every process five times a second and asks the broker for its
-status once a second. The run ends well when the broker ends with 0; anything else that ends, a role, a
-deadline, a signal, ends the run with one message that names it. However it ends, `_stop_everything`
-is the last thing that happens: a stop message, TERM, take-down by the guards, and a search for leftovers.
+status once a second. The run ends well when the broker ends with 0. A rollout role that dies while the run goes on is
+started again by itself; anything else that ends, a role, a deadline, a signal, ends the run with one message that names it.
+However it ends, `_stop_everything` is the last thing that happens: a stop message, TERM, take-down by the guards, and a
+search for leftovers.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -68,6 +70,7 @@ class Supervisor:
         self.asked: int | None = None
         self.ended_early: dict[Handle, float] = {}
         self.reported_ends: set[Handle] = set()
+        self.restarts: Counter[Step] = Counter()
 
     def run(self) -> int:
         previous = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
@@ -150,7 +153,7 @@ class Supervisor:
                 if self.broker.poll() == 0:
                     return
                 raise self._end_of(self.broker)
-            for handle in self.roles:
+            for handle in list(self.roles):
                 self._look_at(handle)
             now = time.monotonic()
             if now >= next_status:
@@ -207,7 +210,19 @@ class Supervisor:
             self.reported_ends.add(handle)
             self.console.say(f"{handle.role} has ended ({describe_code(code)})")
         elif code != 0 or time.monotonic() > self.ended_early[handle]:
-            raise self._end_of(handle)
+            failure = self._end_of(handle)
+            if code == 0 or not self._start_again(handle, failure):
+                raise failure
+
+    def _start_again(self, handle: Handle, failure: Failure) -> bool:
+        """Start a rollout role anew whose end does not end the run; False if it may not be. Its leases go to others meanwhile."""
+        step, limit = handle.step, self.config.launch.max_restarts
+        if step.role != "rollout" or self.status["phase"] != "running" or self.restarts[step] >= limit or handle.slurm_reason():
+            return False
+        self.restarts[step] += 1
+        self.console.say(f"{failure}; the role is started again, time {self.restarts[step]} of {limit} (launch.max_restarts)")
+        self.roles[self.roles.index(handle)] = self._start(step, self.address, self.topology.launcher)
+        return True
 
     def _first_ended(self) -> Handle | None:
         """The step that ended badly, once those that are about to end had a moment to do so."""
@@ -223,7 +238,9 @@ class Supervisor:
         """What to say about a step that ended: task, node, how, and why if its log or the broker knows."""
         task, how = handle.ends()[0]
         early = "" if handle.poll() else " before the run was done"
-        reason = find_reason(task.log) or handle.launcher_message()
+        # who is killed cannot say why: the last error in its log is an older one
+        reason = "" if how in ("killed", "killed by SIGKILL") else find_reason(task.log)
+        reason = reason or handle.launcher_message()
         if handle is not self.broker and self.status["phase"] == "failed":
             reason = self.status["reason"]
         verb = "was" if how.startswith("killed") else "ended with"

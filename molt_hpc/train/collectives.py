@@ -15,6 +15,13 @@ import torch.distributed as dist
 OK, REFUSED = b"\0", b"\1"
 
 
+def announce(code: int, device: torch.device) -> int:
+    """Rank 0 tells every rank what comes next; returns rank 0's code on all ranks."""
+    value = torch.tensor([code], dtype=torch.int64, device=device)
+    dist.broadcast(value, 0)
+    return int(value.item())
+
+
 def broadcast_bytes(data: bytes | None, device: torch.device, source: int = 0) -> bytes:
     """Every rank returns the bytes that rank `source` gave; the other ranks' argument is ignored."""
     if dist.get_world_size() == 1:

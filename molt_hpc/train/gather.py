@@ -52,7 +52,7 @@ class FullWeights:
         self._kept = {name for name, tensor in self._native() if self._keeps(name, _empty(tensor))}
 
     def _native(self) -> list[tuple[str, torch.Tensor]]:
-        return [*self.model.named_parameters(), *self.model.named_buffers()]
+        return [*self.model.base_parameters(), *self.model.named_buffers()]
 
     def _keeps(self, name: str, empty: torch.Tensor) -> bool:
         converted = self._convert(name, empty)
@@ -87,7 +87,7 @@ class FullWeights:
         with torch.no_grad():
             for name, tensor in self._native():
                 full = tensor.detach()
-                full = full.full_tensor() if isinstance(full, DTensor) else full
+                full = self.model.merged(name, full.full_tensor() if isinstance(full, DTensor) else full)
                 for hf, part in self._convert(name, full):
                     yield hf, part.to(self._served(hf, part.dtype)).contiguous()
                 del full

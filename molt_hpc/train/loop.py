@@ -27,6 +27,8 @@ from molt_hpc.data.shards import build_batch, shard_path, write_shard
 from molt_hpc.records import Rollout
 from molt_hpc.train.actor import Actor, TrainingError
 from molt_hpc.train.checkpoint import checkpoint_folder, load_checkpoint, nearest, prune, save_checkpoint
+from molt_hpc.train.collectives import announce
+from molt_hpc.train.drift import DriftError, DriftProbe, probe_tokens
 from molt_hpc.train.export import export_hf
 from molt_hpc.train.publish import Publisher
 from molt_hpc.weights.publish import make_sender
@@ -88,10 +90,7 @@ class Loop:
             self.saved_step = self.version
 
     def _announce(self, code: int) -> int:
-        """Rank 0 tells every rank what comes next; returns it on all ranks."""
-        value = torch.tensor([code], dtype=torch.int64, device=self.actor.device)
-        dist.broadcast(value, 0)
-        return int(value.item())
+        return announce(code, self.actor.device)
 
     def _next(self) -> tuple[int, bytes | None]:
         """What comes next on all ranks: BATCH with its bytes on rank 0, PUBLISH, or END."""
@@ -111,7 +110,7 @@ class Loop:
         if code == END:
             return False
         waited = time.monotonic()
-        metrics = self.actor.train_batch(raw)
+        metrics = self._train(raw)
         trained = time.monotonic()
         self.version += 1
         if self.client:
@@ -120,6 +119,22 @@ class Loop:
         if self.client:
             self._report(metrics, update, {"wait": waited - started, "train": trained - waited, "sync": time.monotonic() - trained})
         return True
+
+    def _train(self, raw: bytes | None) -> dict[str, Any]:
+        """Train the batch; one that cannot be trained on is kept in <run>/quarantine, whatever becomes of the saved trajectories."""
+        failed = True
+        try:
+            metrics = self.actor.train_batch(raw)
+            failed = bool(metrics.get("batch_skipped"))
+        finally:
+            if failed and self.client:
+                shard = shard_path(self.run, self.version + 1)
+                kept = self.run / "quarantine" / shard.name
+                kept.parent.mkdir(exist_ok=True)
+                kept.unlink(missing_ok=True)
+                os.link(shard, kept)
+                log.error("the batch is kept as %s", kept)
+        return metrics
 
     def _ask(self) -> tuple[int, bytes | None]:
         """Rank 0: wait for the next batch and write its shard before it is trained on."""
@@ -157,8 +172,11 @@ def run_rank(run: Path, config: RunConfig, broker: str, attempt: int) -> None:
     actor = Actor(config, total)
     dtype = None if config.vllm.dtype == "auto" else getattr(torch, config.vllm.dtype)
     target = urlsplit(broker)  # the engines reach this rank on the interface that leads to the broker
-    sender = make_sender(config.weights.backend, actor.weights(dtype), rank, address_towards(target.hostname, target.port), config.weights.bucket_bytes, config.weights.timeout)
-    publisher = Publisher(client, sender, config.weights.timeout, config.launch.roll_call_timeout)
+    sender = make_sender(config.weights, actor.weights(dtype), rank, address_towards(target.hostname, target.port),
+                         run / "weights" / f"attempt_{attempt}")
+    prompts = config.weights.drift_prompts
+    probe = DriftProbe(actor.model, config.weights, probe_tokens(actor.model.folder, prompts)) if prompts else None
+    publisher = Publisher(client, sender, config, actor.device, probe)
     if client:
         client.request("ready")
     Loop(run, config, actor, client, publisher, total, trained).main()
@@ -183,7 +201,7 @@ def main(argv: list[str] | None = None) -> int:
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=waits)
     try:
         run_rank(args.run, config, args.broker, args.attempt)
-    except (RunStopped, Refused, TimeoutError, TrainingError) as error:
+    except (RunStopped, Refused, TimeoutError, TrainingError, DriftError) as error:
         log.error("the actor ends: %s: %s", type(error).__name__, error)
         # ranks that sit in a collective cannot be told: torchrun ends them when this one is gone
         sys.stdout.flush()

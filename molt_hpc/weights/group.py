@@ -1,16 +1,78 @@
-"""The transfer group of trainer and engines over gloo, with no global state of torch.distributed.
+"""The transfer group of trainer and engines over gloo, with no global state of torch.distributed, and its checksums.
 
 Both ends build it the same way: a TCP store on the trainer's rank 0, a prefix with the epoch's number, a process
-group with a timeout. When either end dies the broadcast raises on the other instead of waiting for ever.
+group with a timeout. A gloo send notices neither that its peer is dead or stopped nor that its group is aborted: it waits for
+that timeout. So both ends make every blocking call on a side thread and leave it behind when the trainer gives the group up.
 """
 
 from __future__ import annotations
 
-import zlib
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
+
+
+ABORTED = "aborted"
+"""The trainer sets this key in the store of a group that it gives up."""
+LOOK = 0.1
+"""Seconds between two looks at whether a call is to be left behind."""
+
+
+def interruptible(work: Callable[[], Any], aborted: Callable[[], bool]) -> Any:
+    """Run a blocking call on a thread of its own; RuntimeError as soon as `aborted()`.
+
+    The call is then left behind with everything that it holds, the group included, and ends at the group's timeout.
+    """
+    outcome: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((work(), None))
+        except Exception as error:  # whatever it is, the caller's thread raises it
+            outcome.put((None, error))
+
+    threading.Thread(target=run, daemon=True, name="gloo").start()
+    while True:
+        try:
+            value, error = outcome.get(timeout=LOOK)
+        except queue.Empty:
+            if aborted():
+                raise RuntimeError("aborted") from None
+            continue
+        if error is not None:
+            raise error
+        return value
+
+
+def abort(address: str, port: int) -> None:
+    """Tell everybody in this store's group that it is given up. Returns at once."""
+    def tell() -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone: that tells them, too
+            # over a connection of its own: a call that waits keeps the other one busy
+            open_store(address, port, 1, False, 10.0).set(ABORTED, "")
+
+    threading.Thread(target=tell, daemon=True, name="abort").start()
+
+
+def watch(address: str, port: int, timeout: float) -> Callable[[], bool]:
+    """A function that tells a receiver whether the trainer has given the group up, or is gone."""
+    store = open_store(address, port, 1, False, timeout)
+
+    def aborted() -> bool:
+        try:
+            return store.check([ABORTED])
+        except RuntimeError:
+            return True
+
+    return aborted
 
 
 def open_store(address: str, port: int, world_size: int, master: bool, timeout: float) -> dist.TCPStore:
@@ -18,8 +80,24 @@ def open_store(address: str, port: int, world_size: int, master: bool, timeout: 
     return dist.TCPStore(address, port, world_size, is_master=master, timeout=timedelta(seconds=timeout), wait_for_workers=False)
 
 
+def await_ranks(store: dist.Store, epoch: int, world_size: int, timeout: float, aborted: threading.Event) -> None:
+    """Rank 0, before it joins: wait until all others are about to. Raises RuntimeError with the ranks that do not come.
+
+    Joining itself can neither be aborted nor say for whom it waits.
+    """
+    deadline = time.monotonic() + timeout
+    absent = set(range(1, world_size))
+    while absent := {rank for rank in absent if not store.check([f"here/{epoch}/{rank}"])}:
+        if aborted.is_set():
+            raise RuntimeError("aborted")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"transfer ranks {sorted(absent)} of 1..{world_size - 1} did not join epoch {epoch} within {timeout:.0f} s")
+        time.sleep(0.005)
+
+
 def join(store: dist.Store, epoch: int, rank: int, world_size: int, timeout: float) -> dist.ProcessGroupGloo:
     """Join the group of this epoch; returns when every rank has come. Raises RuntimeError after `timeout` seconds."""
+    store.set(f"here/{epoch}/{rank}", "")
     return dist.ProcessGroupGloo(dist.PrefixStore(f"weights/{epoch}", store), rank, world_size, timedelta(seconds=timeout))
 
 
@@ -30,6 +108,53 @@ def broadcast(group: dist.ProcessGroup, buffer: torch.Tensor) -> None:
     group.broadcast([buffer], options).wait()
 
 
-def checksum(buffer: torch.Tensor, previous: int = 0) -> int:
-    """CRC-32 of a uint8 buffer, continuing `previous`."""
-    return zlib.crc32(buffer.cpu().numpy(), previous)
+class Checksum:
+    """XXH3-64 over host tensors, in the order in which they are added."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_64()
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Add a contiguous tensor in host memory, of any dtype."""
+        self._hash.update(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+    def hex(self) -> str:
+        return self._hash.hexdigest()
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    """XXH3-64 of one contiguous tensor in host memory."""
+    result = Checksum()
+    result.add(tensor)
+    return result.hex()
+
+
+def fingerprint(tensor: torch.Tensor, chunk: int = 1 << 24) -> torch.Tensor:
+    """sum over i of (2i + 1) * w_i modulo 2^64, w being the tensor's bytes as 64-bit words (zero-padded); int64 [] on its device.
+
+    The odd factors make every single changed word show. It runs where the tensor is, so a GPU's weights need not
+    come to the host to be attested.
+    """
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, len(data), 8 * chunk):
+        part = data[start:start + 8 * chunk]
+        words = torch.nn.functional.pad(part, (0, -len(part) % 8)).view(torch.int64) if len(part) % 8 else part.clone().view(torch.int64)
+        factors = torch.arange(start // 8, start // 8 + len(words), dtype=torch.int64, device=tensor.device) * 2 + 1
+        total += (words * factors).sum()
+    return total
+
+
+class Fingerprints:
+    """Fingerprints of tensors wherever they are, as one checksum over names, dtypes, shapes and values, whatever their order."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, torch.Tensor] = {}
+        self.nbytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        self._rows[f"{name} {tensor.dtype} {tuple(tensor.shape)}"] = fingerprint(tensor)
+        self.nbytes += tensor.nbytes
+
+    def hex(self) -> str:
+        return xxhash.xxh3_64_hexdigest("\n".join(f"{key} {int(value)}" for key, value in sorted(self._rows.items())).encode())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -34,10 +35,14 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel in one broadcast of `nbytes` bytes."""
+    """Tensors that travel in one piece of `nbytes` bytes."""
 
     tensors: tuple[TensorSpec, ...]
     nbytes: int
+
+    def describe(self) -> dict[str, Any]:
+        """{nbytes, tensors: [[name, dtype, shape, offset], ...]}, as the receivers get it."""
+        return {"nbytes": self.nbytes, "tensors": [[t.name, t.dtype, list(t.shape), t.offset] for t in self.tensors]}
 
 
 def plan_buckets(tensors: list[TensorSpec], bucket_bytes: int) -> list[Bucket]:
@@ -63,12 +68,19 @@ def plan_buckets(tensors: list[TensorSpec], bucket_bytes: int) -> list[Bucket]:
     return [*buckets, Bucket(tuple(current), end)] if current else buckets
 
 
-def encode_plan(buckets: list[Bucket]) -> np.ndarray:
-    """The plan as uint8 [N], for a message's payload."""
-    plan = [{"nbytes": b.nbytes, "tensors": [[t.name, t.dtype, list(t.shape), t.offset] for t in b.tensors]} for b in buckets]
+def transfer_rank(rank_offset: int, replica: int, replica_size: int, rank: int) -> int:
+    """A vLLM worker's rank in the transfer group.
+
+    rank_offset: the rank of its server's first worker; replica: its data-parallel index; replica_size: tensor x pipeline
+    ranks of one replica; rank: its rank within the replica.
+    """
+    return rank_offset + replica * replica_size + rank
+
+
+def encode_plan(plan: dict[str, Any]) -> np.ndarray:
+    """What a sender announces ({"updates": [body of one /update_weights call, ...]}) as uint8 [N], for a message's payload."""
     return np.frombuffer(json.dumps(plan, separators=(",", ":")).encode(), np.uint8)
 
 
-def decode_plan(raw: np.ndarray) -> list[dict]:
-    """Buckets as plain dictionaries {nbytes, tensors: [[name, dtype, shape, offset], ...]}."""
+def decode_plan(raw: np.ndarray) -> dict[str, Any]:
     return json.loads(raw.tobytes())

@@ -1,20 +1,28 @@
-"""The sending end on the training ranks: gather a bucket, send it, go on to the next.
+"""The sending end on the training ranks: gather and pack on one thread, send on another.
 
-Every rank runs `send` and takes part in each gather; rank 0 alone is in the transfer group. The broker
-conducts the engines: it has told them to receive before `send` is called.
+Every rank runs `stage` and `send` and takes part in each gather; rank 0 alone holds buffers and is in the transfer group. While
+a bucket travels the next ones are gathered and packed into the free buffers. A transfer that fails does not end the
+gathers: the ranks would lose step with each other.
 """
 
 from __future__ import annotations
 
+import logging
+import queue
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from molt_hpc.config import WeightsConfig
 from molt_hpc.weights import group
 from molt_hpc.weights.plan import Bucket, TensorSpec, plan_buckets
+
+log = logging.getLogger(__name__)
 
 
 class WeightSource(Protocol):
@@ -29,162 +37,240 @@ class WeightSource(Protocol):
 
 @dataclass
 class SendReport:
-    """What was sent: CRC-32 over all buckets, bytes, and seconds by activity."""
+    """What was sent: checksum over everything, bytes, and seconds by activity (they overlap)."""
 
     checksum: str = ""
     nbytes: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=lambda: {"gather": 0.0, "pack": 0.0, "send": 0.0})
 
 
-class GlooSender:
-    """Sends over a gloo group that rank 0 opens anew for each epoch."""
+class Sender(Protocol):
+    """A back end's sending end. All ranks call `stage` and `send`, as often and in the same order; the rest is rank 0's."""
 
-    backend = "gloo"
+    backend: str
 
-    def __init__(self, source: WeightSource, bucket_bytes: int, rank: int, address: str, timeout: float):
-        self._source, self._bucket_bytes, self._rank = source, bucket_bytes, rank
-        self._address, self._timeout = address, timeout
-        self._store = self._group = None
+    def stage(self) -> None:
+        """Do what can be done before the engines are paused; optional, and void if another `stage` follows."""
+
+    def plan(self) -> dict[str, Any]:
+        """{"updates": bodies of the engines' /update_weights calls, in order}; complete once `stage` was called."""
+
+    def open(self, world_size: int) -> tuple[str, int]:
+        """Open the rendezvous of a new epoch; returns the address and port that the engines must connect to."""
+
+    def address(self) -> tuple[str, int]: ...
+
+    def join(self, epoch: int, world_size: int) -> None:
+        """Wait for the engines of this epoch. Raises RuntimeError when they do not come."""
+
+    def send(self) -> SendReport:
+        """Send everything. Raises RuntimeError if the transfer failed or was aborted, after the gathers are over."""
+
+    def abort(self) -> None:
+        """Make a running `join` or `send` end soon; from any thread. `open` and `join` come next."""
+
+    def close(self) -> None: ...
+
+
+class Walk:
+    """One walk over the source: gathers bucket after bucket and packs each into the buffer it is given."""
+
+    def __init__(self, source: WeightSource, buckets: list[Bucket], report: SendReport):
+        self._tensors, self._buckets, self.report = iter(source), iter(buckets), report
+        self.checksum = group.Checksum()
+        self.ready: list[tuple[Bucket, torch.Tensor | None]] = []
+
+    def fill(self, buffer: torch.Tensor | None) -> Bucket | None:
+        """Gather the next bucket and lay it out in `buffer` (uint8, None on ranks that do not send); None when there is none left."""
+        bucket = next(self._buckets, None)
+        if bucket is None:
+            return None
+        for spec in bucket.tensors:
+            started = time.perf_counter()
+            name, tensor = next(self._tensors)
+            gathered = time.perf_counter()
+            if buffer is not None:
+                _place(buffer, spec, name, tensor)
+            self.report.seconds["gather"] += gathered - started
+            self.report.seconds["pack"] += time.perf_counter() - gathered
+        if buffer is not None:
+            started = time.perf_counter()
+            self.checksum.add(buffer[:bucket.nbytes])
+            self.report.nbytes += bucket.nbytes
+            self.report.seconds["pack"] += time.perf_counter() - started
+        return bucket
+
+    def finish(self) -> None:
+        """Take part in the gathers that are left."""
+        while self.fill(None) is not None:
+            pass
+        assert next(self._tensors, None) is None, "the source yields more tensors than its metadata declares"
+        self.report.checksum = self.checksum.hex()
+
+
+def _place(buffer: torch.Tensor, spec: TensorSpec, name: str, tensor: torch.Tensor) -> None:
+    if name != spec.name or tuple(tensor.shape) != spec.shape:
+        raise ValueError(f"the plan expects {spec.name} {list(spec.shape)}, the source gave {name} {list(tensor.shape)}")
+    # one pass: device, dtype and layout change while the bytes are copied
+    view(buffer, spec.dtype, spec.shape, spec.offset).copy_(tensor.detach())
+
+
+def view(buffer: torch.Tensor, dtype: str, shape: tuple[int, ...] | list[int], offset: int) -> torch.Tensor:
+    """The tensor that lies at `offset` in a uint8 buffer."""
+    kind = getattr(torch, dtype)
+    nbytes = torch.Size(shape).numel() * kind.itemsize
+    return buffer[offset:offset + nbytes].view(kind).view(shape)
+
+
+class BucketSender:
+    """What all back ends share that send buckets: the plan, the buffers, and the two threads.
+
+    A subclass delivers a full buffer and says what it announces.
+    """
+
+    backend = ""
+
+    def __init__(self, source: WeightSource, config: WeightsConfig, rank: int):
+        self._source, self._config, self._rank = source, config, rank
         self._buckets: list[Bucket] = []
+        self._buffers: list[torch.Tensor] = []
+        self._walk: Walk | None = None
+        self._outcome: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
 
-    def plan(self) -> list[Bucket]:
+    def buckets(self) -> list[Bucket]:
         """The buckets of an update; the same at every update of a model."""
         if not self._buckets:
             specs = [TensorSpec(name, str(dtype).removeprefix("torch."), tuple(shape)) for name, dtype, shape in self._source.metadata()]
-            self._buckets = plan_buckets(specs, self._bucket_bytes)
+            self._buckets = plan_buckets(specs, self._config.bucket_bytes)
         return self._buckets
 
-    def open(self, world_size: int) -> tuple[str, int]:
-        """Rank 0: open the store of a new epoch; returns the address that the engines must connect to."""
-        self._group = None
-        self._store = group.open_store(self._address, 0, world_size, True, self._timeout)
-        return self._address, self._store.port
+    def _depth(self) -> int:
+        """Buffers in use: two, or as many as weights.stage_bytes has room for, never more than there are buckets."""
+        largest = max(bucket.nbytes for bucket in self.buckets())
+        return min(max(2, self._config.stage_bytes // largest), len(self.buckets()))
 
-    def address(self) -> tuple[str, int]:
-        return self._address, self._store.port
-
-    def join(self, epoch: int, world_size: int) -> None:
-        """Rank 0: wait for the engines of this epoch to join."""
-        self._group = group.join(self._store, epoch, 0, world_size, self._timeout)
+    def stage(self) -> None:
+        """Gather and pack as many buckets as there are buffers."""
+        if self._walk is not None:
+            self._walk.finish()
+        walk = self._walk = Walk(self._source, self.buckets(), SendReport())
+        depth = self._depth()
+        if self._rank == 0 and not self._buffers:
+            largest = max(bucket.nbytes for bucket in self.buckets())
+            self._buffers = [torch.empty(largest, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) for _ in range(depth)]
+        for index in range(depth):
+            buffer = self._buffers[index] if self._rank == 0 else None
+            walk.ready.append((walk.fill(buffer), buffer))
 
     def send(self) -> SendReport:
-        """Gather and send every bucket. On ranks other than 0 only the gathers happen."""
-        report, crc, tensors = SendReport(seconds={"gather": 0.0, "pack": 0.0, "send": 0.0}), 0, iter(self._source)
-        for bucket in self.plan():
-            started = time.perf_counter()
-            parts = [next(tensors) for _ in bucket.tensors]
-            report.seconds["gather"] += time.perf_counter() - started
-            if self._rank == 0:
-                crc = self._send_bucket(bucket, parts, crc, report)
-        assert next(tensors, None) is None, "the source yields more tensors than its metadata declares"
-        report.checksum = f"{crc:08x}"
-        return report
+        if self._walk is None:
+            self.stage()
+        walk, self._walk = self._walk, None
+        if self._rank == 0:
+            self._pump(walk)
+        else:
+            walk.finish()
+        return walk.report
 
-    def _send_bucket(self, bucket: Bucket, parts: Iterable[tuple[str, torch.Tensor]], crc: int, report: SendReport) -> int:
-        started = time.perf_counter()
-        buffer = pack(bucket, parts)
-        crc = group.checksum(buffer, crc)
-        packed = time.perf_counter()
-        group.broadcast(self._group, buffer)
-        report.nbytes += bucket.nbytes
-        report.seconds["pack"] += packed - started
-        report.seconds["send"] += time.perf_counter() - packed
-        return crc
+    def _pump(self, walk: Walk) -> None:
+        """Gather and pack here, deliver on a side thread; raises the transfer's error once everything is gathered."""
+        outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        free, outcome = self._free, self._outcome = queue.SimpleQueue(), queue.SimpleQueue()
+        for item in walk.ready:
+            outgoing.put(item)
+        threading.Thread(target=self._transmit, args=(outgoing, free, outcome, walk.report), daemon=True, name="weights").start()
+        try:
+            while (buffer := free.get()) is not None and (bucket := walk.fill(buffer)) is not None:
+                outgoing.put((bucket, buffer))
+            walk.finish()
+        finally:
+            outgoing.put(None)
+        error = outcome.get()
+        if error is not None:
+            self._buffers = []  # the side thread may still sit in a collective and read them
+            raise RuntimeError(f"the transfer failed: {error}") from error
+
+    def _transmit(self, outgoing: queue.SimpleQueue, free: queue.SimpleQueue, outcome: queue.SimpleQueue, report: SendReport) -> None:
+        try:
+            while (item := outgoing.get()) is not None:
+                bucket, buffer = item
+                started = time.perf_counter()
+                self._deliver(bucket, buffer)
+                report.seconds["send"] += time.perf_counter() - started
+                free.put(buffer)
+            outcome.put(None)
+        except Exception as error:  # whatever it is, the caller's thread raises it
+            outcome.put(error)
+            free.put(None)
+
+    def _deliver(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        self._outcome.put(RuntimeError("aborted"))
+        self._free.put(None)
 
     def close(self) -> None:
-        self._group = self._store = None
+        self._buffers = []
 
 
-def pack(bucket: Bucket, parts: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
-    """Lay tensors out in one uint8 buffer, converted to the dtypes of the plan."""
-    buffer = torch.zeros(bucket.nbytes, dtype=torch.uint8)
-    for spec, (name, tensor) in zip(bucket.tensors, parts, strict=True):
-        if name != spec.name or tuple(tensor.shape) != spec.shape:
-            raise ValueError(f"the plan expects {spec.name} {list(spec.shape)}, the source gave {name} {list(tensor.shape)}")
-        target = buffer[spec.offset:spec.offset + spec.nbytes]
-        target.copy_(tensor.detach().to("cpu", getattr(torch, spec.dtype)).contiguous().view(-1).view(torch.uint8))
-    return buffer
+class GlooSender(BucketSender):
+    """Broadcasts over a gloo group that rank 0 opens anew for each epoch."""
 
+    backend = "gloo"
 
-class NcclSender:
-    """Sends with vLLM's own nccl back end; its control calls are left to the broker.
+    def __init__(self, source: WeightSource, config: WeightsConfig, rank: int, address: str):
+        super().__init__(source, config, rank)
+        self._address = address
+        self._store = self._group = None
+        self._aborted = threading.Event()
 
-    Runs only on GPUs. vLLM packs into its own buffers, so the plan is one bucket that lists every tensor.
-    """
-
-    backend = "nccl"
-
-    def __init__(self, source: WeightSource, rank: int, address: str):
-        self._source, self._rank, self._address, self._port = _as_vllm_source(source), rank, address, 0
-        self._engine: Any = None
-
-    def plan(self) -> list[Bucket]:
-        specs = [TensorSpec(m.name, str(m.dtype).removeprefix("torch."), tuple(m.shape)) for m in self._source.metadata()]
-        return plan_buckets(specs, 1 << 62)
+    def plan(self) -> dict[str, Any]:
+        # one call for all buckets: between two calls the engine would wait for HTTP and its own queues
+        return {"updates": [{"buckets": [bucket.describe() for bucket in self.buckets()]}]}
 
     def open(self, world_size: int) -> tuple[str, int]:
-        from vllm.utils.network_utils import get_open_port
-
-        self._port = get_open_port()
+        self._group = None
+        self._aborted.clear()
+        self._store = group.open_store(self._address, 0, world_size, True, self._config.timeout)
         return self.address()
 
     def address(self) -> tuple[str, int]:
-        return self._address, self._port
+        return self._address, self._store.port
 
     def join(self, epoch: int, world_size: int) -> None:
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+        group.await_ranks(self._store, epoch, world_size, self._config.timeout, self._aborted)
+        store, timeout = self._store, self._config.timeout
+        self._group = group.interruptible(lambda: group.join(store, epoch, 0, world_size, timeout), self._aborted.is_set)
 
-        info = NCCLTrainerInitInfo(self._address, self._port, world_size, rank=self._rank)
-        self._engine = NCCLTrainerWeightTransferEngine.trainer_init(info, client=ConductedByBroker(), source=self._source)
+    def _deliver(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        group.broadcast(self._group, buffer[:bucket.nbytes])
 
-    def send(self) -> SendReport:
-        started = time.perf_counter()
-        if self._engine is None:  # ranks other than 0 only take part in the gathers
-            for _ in self._source:
-                pass
-        else:
-            self._engine.send_weights()
-        nbytes = sum(bucket.nbytes for bucket in self.plan())
-        return SendReport("unattested", nbytes, {"send": time.perf_counter() - started})
+    def abort(self) -> None:
+        self._aborted.set()
+        super().abort()
+        self._group = None
+        group.abort(*self.address())
 
     def close(self) -> None:
-        if self._engine is not None:
-            self._engine.shutdown()
-            self._engine = None
+        super().close()
+        self._group = self._store = None
 
 
-class ConductedByBroker:
-    """vLLM's trainer side asks its client to call the engines; here the rollout workers have been told to."""
+def make_sender(config: WeightsConfig, source: WeightSource, rank: int, address: str, folder: Path) -> Sender:
+    """The sender of weights.backend.
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Called on the engines by their worker."""
+    address: of rank 0, as the engines reach it; folder: on a file system that the engines share, for back ends that write.
+    """
+    if config.backend == "gloo":
+        return GlooSender(source, config, rank, address)
+    if config.backend == "files":
+        from molt_hpc.weights.files import FilesSender
 
-    def start_weight_update(self) -> None:
-        """Called on the engines by their worker."""
+        return FilesSender(source, config, rank, folder)
+    from molt_hpc.weights.nccl import NcclSender, SparseSender
 
-    def update_weights(self, update_info: Any) -> None:
-        """Called on the engines by their worker."""
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Called on the engines by their worker."""
-
-
-def _as_vllm_source(source: WeightSource) -> Any:
-    from vllm.distributed.weight_transfer.base import ParamMeta
-    from vllm.distributed.weight_transfer.base import WeightSource as VllmSource
-
-    class Adapted(VllmSource):
-        def metadata(self) -> list[Any]:
-            return [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in source.metadata()]
-
-        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-            return iter(source)
-
-    return Adapted()
-
-
-def make_sender(backend: str, source: WeightSource, rank: int, address: str, bucket_bytes: int, timeout: float) -> GlooSender | NcclSender:
-    """The sender of config.weights.backend."""
-    if backend == "gloo":
-        return GlooSender(source, bucket_bytes, rank, address, timeout)
+    if config.backend == "sparse_nccl":
+        return SparseSender(source, rank, address, config.bucket_bytes)
     return NcclSender(source, rank, address)

@@ -3,7 +3,7 @@
     python scripted_roles.py ROLE RUN ATTEMPT WHERE FIRST_RANK SCRIPT
 
 SCRIPT is JSON, role -> how it behaves; what a role does not find there it does well. `broker` ends the run
-after {"steps": N}; a role's {"end": ...} makes it misbehave once every role is running. Each role writes
+after {"steps": N}; a role's {"end": ...} makes it misbehave once every role is running, with "once" only in its first life. Each role writes
 who and where it is to <run>/placement_*.json.
 """
 
@@ -135,7 +135,9 @@ def serve_role(name: str, run: Path, attempt: int, address: str, rank: int, scri
         client.request("ready")
     try:
         while client.request("status")["phase"] != "done":
-            if client.request("status")["step"] >= 1 and "end" in own:
+            once = run / f"misbehaved_{name}_{rank}"
+            if client.request("status")["step"] >= 1 and "end" in own and not (own.get("once") and once.exists()):
+                once.touch()
                 code = misbehave(own["end"])
                 if code is not None:
                     return code

@@ -70,9 +70,9 @@ class ScriptedWorker(threading.Thread):
 
 def publish(client, version):
     begin = client.request("update_begin", {"version": version}, timeout=20)
-    client.call("update_transfer", {"version": version, "master_address": "x", "master_port": 1, "backend": "gloo"},
-                {"plan": np.zeros(2, np.uint8)})
-    return begin, client.request("update_sent", {"version": version, "checksum": "aa"})
+    epoch = {"version": version, "epoch": begin["epoch"]}
+    client.call("update_transfer", epoch | {"master_address": "x", "master_port": 1, "backend": "gloo"}, {"plan": np.zeros(2, np.uint8)})
+    return begin, client.request("update_sent", epoch | {"checksum": "aa"})
 
 
 def actor(broker):
@@ -115,10 +115,10 @@ def test_an_agent_that_always_fails_stops_the_run_with_its_reason(tmp_path):
 def test_a_checksum_that_differs_stops_the_run_and_names_the_engine(broker):
     ScriptedWorker(broker)
     client = actor(broker)
-    client.request("update_begin", {"version": 0}, timeout=20)
-    client.call("update_transfer", {"version": 0, "master_address": "x", "master_port": 1, "backend": "gloo"}, {"plan": np.zeros(2, np.uint8)})
+    epoch = {"version": 0, "epoch": client.request("update_begin", {"version": 0}, timeout=20)["epoch"]}
+    client.call("update_transfer", epoch | {"master_address": "x", "master_port": 1, "backend": "gloo"}, {"plan": np.zeros(2, np.uint8)})
     with pytest.raises(RunStopped, match="e0 has aa"):
-        client.request("update_sent", {"version": 0, "checksum": "bb"})
+        client.request("update_sent", epoch | {"checksum": "bb"})
     assert broker.join() == 1
 
 

@@ -120,8 +120,10 @@ def test_a_worker_that_keeps_failing_gets_no_more_leases_and_status_says_why(sta
     bad = broker._opened(FailingWorker(broker, broker.attempt, name="rollout_n1"))
     good, actor = broker.worker(name="rollout_n0"), broker.actor()
     good.hold.set()
-    actor.begin()
     observer, deadline = broker.client(), time.monotonic() + 20
+    while sum(worker["ready"] for worker in observer.request("status")["workers"].values()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    actor.begin()
     while not (barred := observer.request("status")["workers"]["rollout_n1"]["barred"]) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert "3 infrastructure faults in a row" in barred and "the disk is full" in barred

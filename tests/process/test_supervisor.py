@@ -107,12 +107,27 @@ def test_roles_get_an_allowed_environment_and_planned_threads(start):
     ("actor", "killed", "actor on node {host} was killed by SIGKILL"),
     ("rollout", "exit0", "rollout_n0 on node {host} ended with exit code 0 before the run was done")])
 def test_a_role_that_ends_ends_the_run_with_one_message(start, role, how, said):
-    run = start({"broker": {"steps": 1000}, role: {"end": how}})
+    run = start({"broker": {"steps": 1000}, role: {"end": how}, "config": {"launch.max_restarts": 0}})
     assert run.end() == 1
     first, *rest = run.err.read_text().splitlines()
     assert first == "molt_hpc: error: " + said.format(host=os.uname().nodename)
     assert f"last lines of {(run.folder / 'logs/attempt_1').resolve()}/{role}_n0.log:" in rest[0]
     assert find_processes(run.run_id()) == []
+
+
+def test_a_rollout_role_that_dies_is_started_again_alone(start):
+    run = start({"broker": {"steps": 40}, "rollout": {"end": "killed", "once": True}})
+    actor = run.wait_placed("actor")["pid"]
+    assert run.end() == 0
+    assert "rollout_n0 on node " in run.out.read_text() and "the role is started again, time 1 of 3 (launch.max_restarts)" in run.out.read_text()
+    assert run.wait_placed("actor")["pid"] == actor and run.err.read_text() == ""
+
+
+def test_a_role_that_keeps_dying_ends_the_run_when_its_restarts_are_used_up(start):
+    run = start({"broker": {"steps": 1000}, "rollout": {"end": "exit7"}, "config": {"launch.max_restarts": 1}})
+    assert run.end() == 1
+    assert run.out.read_text().count("the role is started again") == 1
+    assert "rollout_n0 on node" in run.err.read_text() and "exit code 7" in run.err.read_text()
 
 
 def test_the_brokers_reason_is_the_message(start):

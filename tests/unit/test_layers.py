@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "molt_hpc"
-BASE = {"config", "options", "records", "guard"}
+BASE = {"config", "config_checks", "options", "records", "guard"}
 ALLOWED = {
-    "options": set(), "records": set(), "guard": set(), "config": {"options"},
+    "options": set(), "records": set(), "guard": set(), "config": {"options", "config_checks"},
+    "config_checks": {"config", "options"},
     "wire": BASE, "data": BASE | {"wire"}, "agents": BASE | {"wire", "data"},
     "broker": BASE | {"wire", "data"}, "weights": BASE | {"wire", "data"},
     "rollout": BASE | {"wire", "data", "agents", "broker", "weights"},

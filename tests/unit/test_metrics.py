@@ -35,6 +35,7 @@ def test_the_line_names_reward_staleness_ends_and_seconds():
     assert line.startswith("step 3/9 | reward 0.250")
     assert "groups 8, 1 dropped" in line and "wait 1.0s train 2.0s sync 0.1s" in line
     assert "gap -" in step_line({k: v for k, v in RECORD.items() if k != "logprob_gap_mean"})
+    assert step_line(RECORD | {"engines_lost": ["e1 while pausing version 3: HTTP 500"]}).endswith(" | lost e1 while pausing version 3: HTTP 500")
 
 
 def test_a_value_that_is_not_finite_is_refused(tmp_path):
