@@ -28,7 +28,8 @@ def of_rollouts(name: str, rewards, groups, **options) -> np.ndarray:
 
 
 def test_the_configuration_names_every_estimator_there_is():
-    assert set(KNOWN) == set(ESTIMATORS)
+    # a user's file may have registered more in this process
+    assert set(KNOWN) == {name for name, function in ESTIMATORS.items() if function.__module__.startswith("molt_hpc.")}
 
 
 def test_rewards_are_centred_and_divided_by_the_unbiased_deviation():
@@ -142,7 +143,7 @@ def test_whitening_is_over_tokens_and_has_a_floor():
 
 
 def test_an_unknown_estimator_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"expected one of \['dr_grpo'.*got 'gpro'"):
+    with pytest.raises(ValueError, match=r"expected one of .*'dr_grpo'.*got 'gpro'"):
         of_rollouts("gpro", [0, 0], [0, 0])
 
 

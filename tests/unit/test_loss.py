@@ -29,7 +29,8 @@ def run(current, old=None, rollout=None, advantages=None, mask=None, settings=OF
 
 
 def test_the_configuration_names_every_loss_there_is():
-    assert set(KNOWN) == set(LOSSES)
+    # a user's file may have registered more in this process
+    assert set(KNOWN) == {name for name, function in LOSSES.items() if function.__module__.startswith("molt_hpc.")}
 
 
 @pytest.mark.parametrize("level", ["off", "token", "seq", "geo"])
