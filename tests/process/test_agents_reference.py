@@ -52,6 +52,7 @@ def test_the_compacting_agent_leaves_a_segment_for_each_stretch(play):
     assert sum(int(s.action_mask().sum()) for s in rollout.segments) == sampled
 
 
+@pytest.mark.slow
 def test_a_smolagents_agent_runs_unchanged_and_the_replies_that_it_edits_open_segments(play):
     pytest.importorskip("smolagents")
 

@@ -72,6 +72,7 @@ def run_attempt(broker, batches, kill_after, **worker_options):
         actor.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch, prompts, samples, lag", [(4, 80, 2, 0), (3, 62, 3, 1), (5, 99, 2, 2), (1, 33, 2, 1)])
 def test_a_broker_killed_again_and_again_trains_every_rollout_exactly_once(started, tmp_path, batch, prompts, samples, lag):
     broker, batches, draw = started(configured(tmp_path, prompts, batch, samples, lag)), {}, random.Random(prompts)

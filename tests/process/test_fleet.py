@@ -87,6 +87,7 @@ def test_a_draining_worker_finishes_what_it_has_and_its_place_is_taken_by_others
     assert "rollout_n0" not in observer.request("status", timeout=5)["workers"] or broker.process.poll() is not None
 
 
+@pytest.mark.slow
 def test_a_worker_that_vanishes_costs_no_rollout(started, tmp_path):
     config = small_config(tmp_path, prompts=24)
     config.broker.heartbeat_timeout = 6.0

@@ -90,6 +90,7 @@ def test_an_exception_comes_back_with_the_users_traceback(tmp_path):
     with_pool(tmp_path, body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["hang", "hang in C", "bomb"])
 def test_a_hanging_step_is_bounded_and_its_process_replaced_with_all_it_started(tmp_path, word):
     async def body(pool):

@@ -19,6 +19,7 @@ def model(monkeypatch):
     return simulate_model
 
 
+@pytest.mark.slow
 def test_faults_and_deaths_neither_lose_nor_repeat_a_rollout():
     words = {"workers": 50, "slots": 2, "steps": 5, "batch-size": 16, "samples": 4, "max-lag": 1, "mean-seconds": 0.1, "step-seconds": 0.05,
              "fault-rate": 0.05, "deaths": 4, "seed": 3}

@@ -128,6 +128,7 @@ def made(tmp_path):
 WAYS = [(when, how) for when in ("pause", "transfer", "resume") for how in ("is silent", "fails", "is killed", "vanishes", "leaves")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when, how", [*WAYS, ("transfer", "lies")])
 def test_whatever_one_engine_does_in_an_update_the_run_goes_on_and_the_step_names_it(made, when, how):
     fixture = made()
