@@ -18,6 +18,7 @@ from molt_hpc.rollout.engine import Engine
 from molt_hpc.rollout.update import apply_command, score
 from molt_hpc.weights.plan import encode_plan
 from molt_hpc.weights.publish import Sender
+from tests.weight_source import TensorSource
 
 
 def read_folder(folder: Path) -> dict[str, torch.Tensor]:
@@ -25,17 +26,11 @@ def read_folder(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
-class Checkpoint:
-    """Tensors in memory as a weight source; tests change them between updates."""
+class Checkpoint(TensorSource):
+    """A folder's tensors as a weight source."""
 
     def __init__(self, folder: Path):
-        self.tensors = read_folder(folder)
-
-    def metadata(self):
-        return [(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
-
-    def __iter__(self):
-        return iter(self.tensors.items())
+        super().__init__(read_folder(folder))
 
 
 def rewritten(folder: Path, out: Path, change) -> Path:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from molt_hpc.rollout.chat_openai import Reply, Request, pieces
+from molt_hpc.rollout.chat_openai import Reply, Request, asked, pieces, refuse_rest
 from molt_hpc.rollout.dialect import Message
 from molt_hpc.rollout.sampling import Unsupported
 
@@ -21,7 +21,7 @@ ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permi
 
 def parse_messages(body: dict[str, Any], trained: bool, counting: bool = False) -> Request:
     """Raises Unsupported or ValueError. counting: max_tokens may be missing."""
-    body = {k: v for k, v in body.items() if v is not None and k not in LABELS and k != "model"}
+    body = asked(body, LABELS)
     system, turns = body.pop("system", ""), body.pop("messages", None)
     if not isinstance(turns, list) or not turns:
         raise Unsupported("messages", "messages: expected a list that is not empty")
@@ -44,8 +44,7 @@ def parse_messages(body: dict[str, Any], trained: bool, counting: bool = False) 
         if kind not in ("enabled", "adaptive", "disabled"):
             raise Unsupported("thinking", f"thinking of type {kind!r} is not supported")
         request.options["enable_thinking"] = kind != "disabled"
-    if body:
-        raise Unsupported(next(iter(body)), f"{next(iter(body))!r} is not supported by this server")
+    refuse_rest(body)
     return request
 
 

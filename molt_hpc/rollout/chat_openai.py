@@ -52,7 +52,7 @@ class Reply:
 
 def parse_chat(body: dict[str, Any], trained: bool) -> Request:
     """Raises Unsupported or ValueError."""
-    body = {k: v for k, v in body.items() if v is not None and k not in LABELS and k != "model"}
+    body = asked(body, LABELS)
     messages = [_message(m) for m in _list(body, "messages")]
     request = Request(messages, _sampling(body, trained), options=dict(body.pop("chat_template_kwargs", {})))
     for name in ("max_tokens", "max_completion_tokens"):
@@ -81,7 +81,7 @@ def parse_chat(body: dict[str, Any], trained: bool) -> Request:
 
 def parse_completion(body: dict[str, Any], trained: bool) -> Request:
     """Raises Unsupported or ValueError."""
-    body = {k: v for k, v in body.items() if v is not None and k not in LABELS and k != "model"}
+    body = asked(body, LABELS)
     prompt = body.pop("prompt", None)
     prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)) else prompt
     if not prompt or not (isinstance(prompt, str) or all(isinstance(i, int) for i in prompt)):
@@ -100,9 +100,19 @@ def _common(request: Request, body: dict[str, Any]) -> Request:
     request.usage_event = bool(body.pop("stream_options", {}).get("include_usage"))
     if not isinstance(request.n, int) or not 1 <= request.n <= 128:
         raise Unsupported("n", f"n={request.n!r}: expected 1..128")
+    refuse_rest(body)
+    return request
+
+
+def asked(body: dict[str, Any], labels: set[str]) -> dict[str, Any]:
+    """The fields of a request that say something."""
+    return {k: v for k, v in body.items() if v is not None and k not in labels and k != "model"}
+
+
+def refuse_rest(body: dict[str, Any]) -> None:
+    """Raises Unsupported for what no part of the parser has taken out of `body`."""
     if body:
         raise Unsupported(next(iter(body)), f"{next(iter(body))!r} is not supported by this server")
-    return request
 
 
 def _sampling(body: dict[str, Any], trained: bool) -> dict[str, Any]:
@@ -238,11 +248,11 @@ def chat_events(answer_id: str, request: Request, prompt_tokens: int, replies: l
             deltas.append({"tool_calls": [call | {"index": at, "function": call["function"] | {"arguments": ""}}]})
             deltas += [{"tool_calls": [{"index": at, "function": {"arguments": p}}]} for p in pieces(call["function"]["arguments"])]
         for delta in deltas:
-            yield _event(base | {"choices": [{"index": index, "delta": delta, "finish_reason": None, "logprobs": None}]})
+            yield event(base | {"choices": [{"index": index, "delta": delta, "finish_reason": None, "logprobs": None}]})
         logprobs = _logprobs(reply) if request.logprobs else None
-        yield _event(base | {"choices": [{"index": index, "delta": {}, "finish_reason": reply.finish, "logprobs": logprobs}]})
+        yield event(base | {"choices": [{"index": index, "delta": {}, "finish_reason": reply.finish, "logprobs": logprobs}]})
     if request.usage_event:
-        yield _event(base | {"choices": [], "usage": _usage(prompt_tokens, replies)})
+        yield event(base | {"choices": [], "usage": _usage(prompt_tokens, replies)})
     yield b"data: [DONE]\n\n"
 
 
@@ -251,14 +261,14 @@ def completion_events(answer_id: str, request: Request, prompt_tokens: int, repl
     base = {k: v for k, v in completion_body(answer_id, request, prompt_tokens, replies).items() if k != "usage"}
     for choice in base["choices"]:
         for piece in pieces(choice["text"]):
-            yield _event(base | {"choices": [{"index": choice["index"], "text": piece, "finish_reason": None, "logprobs": None}]})
-        yield _event(base | {"choices": [choice | {"text": ""}]})
+            yield event(base | {"choices": [{"index": choice["index"], "text": piece, "finish_reason": None, "logprobs": None}]})
+        yield event(base | {"choices": [choice | {"text": ""}]})
     if request.usage_event:
-        yield _event(base | {"choices": [], "usage": _usage(prompt_tokens, replies)})
+        yield event(base | {"choices": [], "usage": _usage(prompt_tokens, replies)})
     yield b"data: [DONE]\n\n"
 
 
-def _event(value: dict[str, Any]) -> bytes:
+def event(value: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 

@@ -6,10 +6,9 @@ A reply that has to be parsed (tool calls, thinking) or comes with others is com
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -53,7 +52,7 @@ class EventStream:
         """The events that are certain by now: those of whole pieces, which the whole reply will begin with."""
         text = self._dialect.text(self.ids).rstrip("\ufffd")  # a character may be half sampled
         count = max(len(text) - self._hold, 0) // PIECE
-        if not count:
+        if not count or self._wire.head + count <= self._sent:  # nothing that the client has not got
             return []
         reply = Reply({"role": "assistant", "content": text[:count * PIECE]}, "stop", None, [], 0)
         return list(self._wire.events(self.answer_id, self._wanted, self._prompt_tokens, [reply]))[:self._wire.head + count]
@@ -67,8 +66,7 @@ class EventStream:
     async def fail(self, error: BaseException) -> web.StreamResponse:
         """Tell a client that has heard something already; its SDK raises APIError."""
         message = str(error) or type(error).__name__
-        body: Any = chat_openai.error_body(message, "server_error", None, None)
-        raw = b"data: " + json.dumps(body).encode() + b"\n\n"
+        raw = chat_openai.event(chat_openai.error_body(message, "server_error", None, None))
         if self._wire.anthropic:
             raw = chat_anthropic.event("error", error=chat_anthropic.error_body(500, message)["error"])
         await self._write(raw)

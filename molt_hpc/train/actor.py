@@ -115,7 +115,8 @@ class Actor:
         return metrics
 
     def _train(self, batch: Batch) -> dict[str, float]:
-        plan, table = self._share_plan(batch), TokenTable(batch)
+        table = TokenTable(batch)
+        plan = self._share_plan(table)
         updates, frozen = self.config.train.max_epochs * len(plan.steps), self.step < self.config.actor.freezing_steps
         whole = whole_sequences(plan, table)
         self._prepare(plan, table, updates, whole)
@@ -155,11 +156,11 @@ class Actor:
         if kl.target is not None:
             self.kl_coef = adapted_coefficient(self.kl_coef, measured, kl.target, kl.horizon, rollouts)
 
-    def _share_plan(self, batch: Batch) -> Plan:
+    def _share_plan(self, table: TokenTable) -> Plan:
         """The plan as rank 0 made it."""
         def make() -> bytes:
-            lengths = batch.segment_lengths.tolist()
-            plan = plan_batch(batch.rollout_group[batch.segment_rollout], lengths, TokenTable(batch).counts.tolist(), self.model.data_size,
+            batch, lengths = table.batch, table.batch.segment_lengths.tolist()
+            plan = plan_batch(batch.rollout_group[batch.segment_rollout], lengths, table.counts.tolist(), self.model.data_size,
                               self.config.train.max_tokens_per_gpu, self.config.train.batch_size,
                               attention_costs(lengths, self.model.config.get_text_config().hidden_size))
             return save_arrays(plan.to_arrays())

@@ -30,7 +30,8 @@ class Critic:
 
     def train(self, table: TokenTable, plan: Plan, position: int) -> dict[str, float]:
         """Move the values towards the table's `returns`; `position` counts batches. Raises as guarded_step does."""
-        updates, rows, sums = self.epochs * len(plan.steps), [], {"clipped": 0.0, "tokens": 0.0}
+        updates, rows = self.epochs * len(plan.steps), []
+        counts = torch.zeros(2, dtype=torch.float64, device=self.model.device)  # on the device: reading it back would stop the queue
         for update in range(updates):
             step, total = plan.steps[update % len(plan.steps)], torch.zeros((), dtype=torch.float64, device=self.model.device)
             for micro in micro_batches(self.model, table, step):
@@ -40,12 +41,11 @@ class Critic:
                     loss = losses.sum() / step.denominator
                     loss.backward()
                 total += loss.detach().double()
-                sums["clipped"] += clipped.sum().item()
-                sums["tokens"] += micro.mask.sum().item()
+                counts += torch.stack([clipped.sum(), micro.mask.sum()])
             self.model.finish_gradients()
             rate = learning_rate(self.config, position + update / updates, self.total_steps)
             rows.append(guarded_step(self.optimizer, rate, self.config.max_norm, total, self.model.device))
-        sums, _ = reduce_packed(sums, {}, self.model.device)
+        sums, _ = reduce_packed(dict(zip(("clipped", "tokens"), counts.tolist())), {}, self.model.device)
         loss, norm = np.mean(rows, 0).tolist()
         return {"critic_loss": loss, "critic_grad_norm": norm, "critic_clip_fraction": sums["clipped"] / sums["tokens"],
                 "critic_learning_rate": rate, "value_mean": float(table["values"].mean()), "return_mean": float(table["returns"].mean())}
@@ -58,4 +58,3 @@ def build_reference(config: RunConfig) -> TrainModel:
         raise ValueError(f"ref.model_name_or_path: {folder} has another tokenizer than {own}; log-probs are compared token by token")
     dtype = getattr(torch, config.fsdp.param_dtype)
     return build_model(folder, config.actor.backend, replace(config.fsdp, defer_grad_sync=False), "none", dtype, frozen=".*")
-

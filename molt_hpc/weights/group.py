@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-
 ABORTED = "aborted"
 """The trainer sets this key in the store of a group that it gives up."""
 LOOK = 0.1

@@ -145,9 +145,8 @@ class BucketSender:
             self._buckets = plan_buckets(specs, self._config.bucket_bytes)
         return self._buckets
 
-    def _depth(self) -> int:
+    def _depth(self, largest: int) -> int:
         """Buffers in use: two, or as many as weights.stage_bytes has room for, never more than there are buckets."""
-        largest = max(bucket.nbytes for bucket in self.buckets())
         return min(max(2, self._config.stage_bytes // largest), len(self.buckets()))
 
     def stage(self) -> None:
@@ -155,9 +154,9 @@ class BucketSender:
         if self._walk is not None:
             self._walk.finish()
         walk = self._walk = Walk(self._source, self.buckets(), SendReport())
-        depth = self._depth()
+        largest = max(bucket.nbytes for bucket in self.buckets())
+        depth = self._depth(largest)
         if self._rank == 0 and not self._buffers:
-            largest = max(bucket.nbytes for bucket in self.buckets())
             self._buffers = [torch.empty(largest, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) for _ in range(depth)]
         for index in range(depth):
             buffer = self._buffers[index] if self._rank == 0 else None

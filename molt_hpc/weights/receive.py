@@ -248,6 +248,11 @@ def _read_manifest(path: Path, timeout: float) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+def _for_vllm(info: GroupInit, **options: Any) -> NCCLWeightTransferInitInfo:
+    return NCCLWeightTransferInitInfo(master_address=info.master_address, master_port=info.master_port, rank_offset=info.rank_offset,
+                                      world_size=info.world_size, **options)
+
+
 class NcclEngine(Reported, NCCLWeightTransferEngine):
     """vLLM's own NCCL receiver; its tensors are attested by fingerprints on the device and loaded through `Reload`."""
 
@@ -255,9 +260,7 @@ class NcclEngine(Reported, NCCLWeightTransferEngine):
 
     def init_transfer_engine(self, init_info: GroupInit) -> None:
         self.shutdown()
-        NCCLWeightTransferEngine.init_transfer_engine(self, NCCLWeightTransferInitInfo(
-            master_address=init_info.master_address, master_port=init_info.master_port, rank_offset=init_info.rank_offset,
-            world_size=init_info.world_size, packed=True))
+        NCCLWeightTransferEngine.init_transfer_engine(self, _for_vllm(init_info, packed=True))
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
         fingerprints, model = group.Fingerprints(), self.model
@@ -283,9 +286,7 @@ class SparseEngine(Reported, SparseNCCLWeightTransferEngine):
 
     def init_transfer_engine(self, init_info: GroupInit) -> None:
         self.shutdown()
-        SparseNCCLWeightTransferEngine.init_transfer_engine(self, NCCLWeightTransferInitInfo(
-            master_address=init_info.master_address, master_port=init_info.master_port, rank_offset=init_info.rank_offset,
-            world_size=init_info.world_size))
+        SparseNCCLWeightTransferEngine.init_transfer_engine(self, _for_vllm(init_info))
 
     def start_weight_update(self) -> None:
         self.fingerprints, self.seconds = group.Fingerprints(), {"load": 0.0}

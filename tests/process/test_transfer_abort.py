@@ -15,21 +15,9 @@ import torch
 from molt_hpc.config import WeightsConfig
 from molt_hpc.weights.group import checksum
 from molt_hpc.weights.publish import GlooSender
+from tests.weight_source import TensorSource
 
 SIZE = 4 << 20
-
-
-class Source:
-    """Enough bytes that no socket buffer holds them."""
-
-    def __init__(self):
-        self.tensors = {f"w{i}": torch.full((SIZE // 4,), float(i)) for i in range(12)}
-
-    def metadata(self):
-        return [(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
-
-    def __iter__(self):
-        return iter(self.tensors.items())
 
 
 class Receiver:
@@ -68,9 +56,10 @@ def in_background(work):
     return thread, result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before it joins", "in the transfer"])
 def test_a_stopped_receiver_is_given_up_and_the_other_one_gets_everything(receivers, when):
-    source = Source()
+    source = TensorSource({f"w{i}": torch.full((SIZE // 4,), float(i)) for i in range(12)})  # more than the socket buffers hold
     sender = GlooSender(source, WeightsConfig(backend="gloo", timeout=60.0, bucket_bytes=SIZE), 0, "127.0.0.1")
     buckets = len(sender.buckets())
     address = sender.open(3)

@@ -11,17 +11,7 @@ from safetensors.torch import load_file
 from molt_hpc.config import WeightsConfig
 from molt_hpc.weights import group
 from molt_hpc.weights.files import FilesSender, overall
-
-
-class Source:
-    def __init__(self, tensors):
-        self.tensors = tensors
-
-    def metadata(self):
-        return [(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
-
-    def __iter__(self):
-        return iter(self.tensors.items())
+from tests.weight_source import TensorSource
 
 
 def model(value):
@@ -45,7 +35,7 @@ def read(plan, folder):
 
 @pytest.mark.parametrize("changed_only", [False, True])
 def test_every_manifest_leads_to_the_whole_model_and_old_files_go(tmp_path, changed_only):
-    source = Source(model(1.0))
+    source = TensorSource(model(1.0))
     by_files, written = sender(tmp_path, source, changed_only=changed_only), []
     total = sum(t.nbytes for t in source.tensors.values())
     for number in range(1, 7):
@@ -66,7 +56,7 @@ def test_every_manifest_leads_to_the_whole_model_and_old_files_go(tmp_path, chan
 
 
 def test_send_without_stage_writes_and_a_second_stage_supersedes_the_first(tmp_path):
-    source = Source(model(1.0))
+    source = TensorSource(model(1.0))
     by_files = sender(tmp_path, source)
     first = by_files.send()
     by_files.stage()
@@ -78,7 +68,7 @@ def test_send_without_stage_writes_and_a_second_stage_supersedes_the_first(tmp_p
 
 
 def test_a_write_that_fails_is_an_error_and_the_next_update_is_whole(tmp_path):
-    source = Source(model(1.0))
+    source = TensorSource(model(1.0))
     by_files = sender(tmp_path / "weights", source, changed_only=True)
     by_files.send()
     (tmp_path / "weights" / "000002").write_text("in the way")
@@ -91,7 +81,7 @@ def test_a_write_that_fails_is_an_error_and_the_next_update_is_whole(tmp_path):
 
 def test_what_killed_attempts_left_goes_at_the_start_and_everything_at_the_end(tmp_path):
     (tmp_path / "weights" / "attempt_1" / "000003").mkdir(parents=True)
-    by_files = sender(tmp_path / "weights" / "attempt_2", Source(model(1.0)))
+    by_files = sender(tmp_path / "weights" / "attempt_2", TensorSource(model(1.0)))
     by_files.send()
     assert [path.name for path in (tmp_path / "weights").iterdir()] == ["attempt_2"]
     by_files.close()

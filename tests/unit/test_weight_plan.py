@@ -14,6 +14,7 @@ from molt_hpc.config import WeightsConfig
 from molt_hpc.weights import group
 from molt_hpc.weights.plan import ALIGNMENT, ITEM_BYTES, TensorSpec, decode_plan, encode_plan, plan_buckets, transfer_rank
 from molt_hpc.weights.publish import GlooSender, view
+from tests.weight_source import TensorSource
 
 SPECS = st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 7), max_size=3)), min_size=1, max_size=30)
 
@@ -58,11 +59,12 @@ def test_transfer_ranks_are_a_bijection_for_every_layout_of_up_to_64_workers(eng
                 assert sorted(ranks) == list(range(1, world))
 
 
-class Source:
-    """Named tensors that count how many of them were taken."""
+class Source(TensorSource):
+    """Counts how many tensors were taken; `served`: dtypes that differ from the tensors' own."""
 
     def __init__(self, tensors, served=None):
-        self.tensors, self.served, self.taken = tensors, served or {}, 0
+        super().__init__(tensors)
+        self.served, self.taken = served or {}, 0
 
     def metadata(self):
         return [(name, self.served.get(name, t.dtype), tuple(t.shape)) for name, t in self.tensors.items()]

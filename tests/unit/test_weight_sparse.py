@@ -8,17 +8,7 @@ from hypothesis import strategies as st
 
 from molt_hpc.config import WeightsConfig
 from molt_hpc.weights.publish import make_sender
-
-
-class Source:
-    def __init__(self, tensors):
-        self.tensors = tensors
-
-    def metadata(self):
-        return [(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
-
-    def __iter__(self):
-        return iter(self.tensors.items())
+from tests.weight_source import TensorSource
 
 
 def sender(source, bucket_bytes=64, rank=0):
@@ -47,7 +37,7 @@ def apply(by_patches, copy):
 @given(st.integers(0, 10**6), st.integers(1, 400))
 def test_patches_lead_the_copy_to_the_trainers_weights_and_hold_only_what_differs(seed, bucket_bytes):
     rng = np.random.default_rng(seed)
-    source = Source({"a": torch.randn(4, 5).bfloat16(), "b": torch.randn(33), "c": torch.randn(2, 3).half()})
+    source = TensorSource({"a": torch.randn(4, 5).bfloat16(), "b": torch.randn(33), "c": torch.randn(2, 3).half()})
     by_patches, copy = sender(source, bucket_bytes), {}
     by_patches.stage()
     assert apply(by_patches, copy) == 20 + 33 + 6
@@ -67,7 +57,7 @@ def test_patches_lead_the_copy_to_the_trainers_weights_and_hold_only_what_differ
 
 
 def test_engines_that_join_get_everything_and_others_nothing_if_nothing_changed():
-    source = Source({"a": torch.zeros(3), "b": torch.tensor([0.0, float("nan")])})
+    source = TensorSource({"a": torch.zeros(3), "b": torch.tensor([0.0, float("nan")])})
     by_patches = sender(source)
     by_patches.stage()
     sent(by_patches)
@@ -83,7 +73,7 @@ def test_engines_that_join_get_everything_and_others_nothing_if_nothing_changed(
 
 def test_integers_are_refused_and_other_ranks_hold_nothing():
     with pytest.raises(ValueError, match="tensor a has dtype torch.int64"):
-        sender(Source({"a": torch.zeros(3, dtype=torch.int64)})).stage()
-    other = sender(Source({"a": torch.zeros(3)}), rank=1)
+        sender(TensorSource({"a": torch.zeros(3, dtype=torch.int64)})).stage()
+    other = sender(TensorSource({"a": torch.zeros(3)}), rank=1)
     other.stage()
     assert not other._held and other.send().checksum == ""
