@@ -55,9 +55,6 @@ class Topology:
     steps: tuple[Step, ...]
     notes: tuple[str, ...] = ()
 
-    def of(self, role: str) -> list[Step]:
-        return [step for step in self.steps if step.role == role]
-
     def describe(self) -> str:
         """One line a step, the world sizes behind."""
         lines = [f"place: {self.place}, launcher {self.launcher}"]
