@@ -58,7 +58,8 @@ class Segment:
     token_ids: int32 [T]. logprobs: float32 [T], the engine's log-prob of each sampled token, 0
     elsewhere. action_spans: int32 [A, 2], half-open ranges of sampled tokens. version_spans:
     int32 [V, 3], rows (start, end, version) that cover every sampled token. temperature: the one
-    that sampled them.
+    that sampled them. extras: what only some runs have, by name; the first axis is as long as the
+    segment needs it.
     """
 
     token_ids: np.ndarray
@@ -66,6 +67,7 @@ class Segment:
     action_spans: np.ndarray
     version_spans: np.ndarray
     temperature: float
+    extras: dict[str, np.ndarray] = field(default_factory=dict)
 
     def action_mask(self) -> np.ndarray:
         """bool [T], True on sampled tokens."""
@@ -94,6 +96,15 @@ class Segment:
             raise ValueError("a log-prob is not finite")
         if ((versions >= 0) != mask).any():
             raise ValueError("version spans do not cover exactly the sampled tokens")
+
+
+def join_extras(segments: list[Segment]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Name -> (the segments' values end to end along axis 0, int64 [S] rows of each segment: 0 where it has none)."""
+    joined = {}
+    for name in sorted({name for segment in segments for name in segment.extras}):
+        lengths = [len(segment.extras.get(name, ())) for segment in segments]
+        joined[name] = np.concatenate([s.extras[name] for s in segments if name in s.extras]), np.array(lengths, np.int64)
+    return joined
 
 
 @dataclass
@@ -139,6 +150,8 @@ class Rollout:
                                                for s in self.segments], np.int32)}
         for name in ("token_ids", "logprobs", "action_spans", "version_spans"):
             arrays[name] = np.concatenate([getattr(s, name) for s in self.segments])
+        for name, (values, lengths) in join_extras(self.segments).items():
+            arrays |= {f"extra.{name}": values, f"extra_lengths.{name}": lengths}
         return header, arrays
 
     @classmethod
@@ -149,6 +162,10 @@ class Rollout:
             segments.append(Segment(arrays["token_ids"][at[0]:to[0]], arrays["logprobs"][at[0]:to[0]],
                                     arrays["action_spans"][at[1]:to[1]], arrays["version_spans"][at[2]:to[2]], temperature))
             at = to
+        for name in (name.removeprefix("extra.") for name in arrays if name.startswith("extra.")):
+            parts = np.split(arrays[f"extra.{name}"], np.cumsum(arrays[f"extra_lengths.{name}"])[:-1])
+            for segment, values in zip(segments, parts, strict=True):
+                segment.extras |= {name: values} if len(values) else {}
         fields = {k: header[k] for k in ("group_id", "sample", "attempt", "reward", "score", "stop_reason",
                                          "terminated", "truncated", "turns", "seconds", "info", "turn_rewards")}
         return cls(prompt=Prompt(**header["prompt"]), segments=segments, **fields)

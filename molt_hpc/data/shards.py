@@ -12,6 +12,8 @@ A shard opens with plain `safetensors` and no code of this project. Its arrays:
     rollout_reward, rollout_score float32 [R]
     rollout_group int32 [R]       index of the group
     group_ordinal int64 [G]       the prompt's ordinal
+    extra.NAME [M, ...]           what only some runs have, all segments end to end
+    extra_offsets.NAME int64 [S+1]  segment s has the rows offsets[s]:offsets[s+1], none where they are equal
 
 The metadata (text) holds `schema`, `step`, `version` (of the weights that the step starts from) and
 `rollouts`, a JSON list with id, prompt, stop reason, turns, seconds, info and turn rewards of each rollout.
@@ -21,14 +23,14 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load as load_bytes
 from safetensors.numpy import save as save_bytes
 
-from molt_hpc.records import Rollout
+from molt_hpc.records import Rollout, join_extras
 
 SCHEMA = 1
 
@@ -51,6 +53,14 @@ class Batch:
     rollout_group: np.ndarray
     group_ordinal: np.ndarray
     rollouts: list[dict]
+    extras: dict[str, np.ndarray] = field(default_factory=dict)
+    """The arrays `extra.NAME` and `extra_offsets.NAME` under these names."""
+
+    def extra(self, name: str, segment: int) -> np.ndarray | None:
+        """A segment's rows of an extra, None where it has none."""
+        if (offsets := self.extras.get(f"extra_offsets.{name}")) is None or offsets[segment] == offsets[segment + 1]:
+            return None
+        return self.extras[f"extra.{name}"][offsets[segment]:offsets[segment + 1]]
 
     @property
     def segment_lengths(self) -> np.ndarray:
@@ -58,7 +68,7 @@ class Batch:
 
     def to_bytes(self) -> bytes:
         arrays = {f.name: np.ascontiguousarray(getattr(self, f.name)) for f in fields(self)
-                  if isinstance(getattr(self, f.name), np.ndarray)}
+                  if isinstance(getattr(self, f.name), np.ndarray)} | self.extras
         metadata = {"schema": str(SCHEMA), "step": str(self.step), "version": str(self.version), "rollouts": json.dumps(self.rollouts)}
         return save_bytes(arrays, metadata)
 
@@ -70,8 +80,10 @@ class Batch:
             metadata = json.loads(raw[8:8 + length])["__metadata__"]
             if int(metadata["schema"]) != SCHEMA:
                 raise ValueError(f"a shard of schema {metadata['schema']}, expected {SCHEMA}")
-            return cls(step=int(metadata["step"]), version=int(metadata["version"]),
-                       rollouts=json.loads(metadata["rollouts"]), **load_bytes(raw))
+            arrays = load_bytes(raw)
+            extras = {name: arrays.pop(name) for name in sorted(arrays) if name.startswith("extra")}
+            return cls(step=int(metadata["step"]), version=int(metadata["version"]), rollouts=json.loads(metadata["rollouts"]),
+                       extras=extras, **arrays)
         except (KeyError, json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
             raise ValueError(f"not a trajectory shard: {type(error).__name__}: {error}") from None
 
@@ -82,6 +94,9 @@ def build_batch(step: int, version: int, rollouts: list[Rollout]) -> Batch:
     ordinals = sorted({r.prompt.ordinal for r in rollouts})
     segments = [(index, s) for index, r in enumerate(rollouts) for s in r.segments]
     lengths = [len(s.token_ids) for _, s in segments]
+    extras = {}
+    for name, (values, rows) in join_extras([s for _, s in segments]).items():
+        extras |= {f"extra.{name}": values, f"extra_offsets.{name}": np.concatenate([[0], np.cumsum(rows)])}
     return Batch(
         step=step, version=version,
         token_ids=np.concatenate([s.token_ids for _, s in segments]).astype(np.int32),
@@ -94,7 +109,7 @@ def build_batch(step: int, version: int, rollouts: list[Rollout]) -> Batch:
         rollout_reward=np.array([r.reward for r in rollouts], np.float32),
         rollout_score=np.array([r.score for r in rollouts], np.float32),
         rollout_group=np.array([ordinals.index(r.prompt.ordinal) for r in rollouts], np.int32),
-        group_ordinal=np.array(ordinals, np.int64),
+        group_ordinal=np.array(ordinals, np.int64), extras=extras,
         rollouts=[{"group_id": r.group_id, "sample": r.sample, "attempt": r.attempt, "prompt": r.prompt.to_header(),
                    "stop_reason": r.stop_reason, "terminated": r.terminated, "truncated": r.truncated,
                    "turns": r.turns, "seconds": r.seconds, "info": r.info, "turn_rewards": r.turn_rewards} for r in rollouts])

@@ -50,7 +50,8 @@ def gradients(actor: Actor) -> dict[str, torch.Tensor]:
 
 def batch_gradient(actor: Actor, batch: Batch) -> tuple[dict[str, torch.Tensor], float]:
     """Gradient and loss of a batch's first optimizer step, by the actor's own code up to the step itself."""
-    plan, table = actor._share_plan(batch), TokenTable(batch)
+    table = TokenTable(batch)
+    plan = actor._share_plan(table)
     actor._prepare(plan, table, 1, whole_sequences(plan, table))
     total = actor._backward(table, plan.steps[0], TokenSums(), True)
     dist.all_reduce(total)

@@ -70,3 +70,16 @@ def test_segments_that_must_not_be_trained_on_are_refused(change, reason):
     change(bad)
     with pytest.raises(ValueError, match=reason):
         bad.check()
+
+
+def test_extras_of_some_segments_survive_wire_and_shard():
+    full, empty = rollout(0, 0, segments=2), rollout(1, 0)
+    full.segments[1].extras = {"support": np.arange(9, dtype=np.int32), "routes": np.arange(24, dtype=np.uint8).reshape(6, 2, 2)}
+    full.segments[0].extras = {"support": np.array([7], np.int32)}
+    message = wire.decode([bytes(f) for f in wire.encode("rollout", *full.to_wire())])
+    again = Rollout.from_wire(message.fields, message.arrays())
+    assert [sorted(s.extras) for s in again.segments] == [["support"], ["routes", "support"]]
+    batch = Batch.from_bytes(build_batch(1, 0, [again, empty]).to_bytes())
+    assert batch.extra("support", 0).tolist() == [7] and batch.extra("support", 1).tolist() == list(range(9))
+    assert batch.extra("routes", 0) is None and batch.extra("routes", 1).shape == (6, 2, 2)
+    assert batch.extra("routes", 2) is None and batch.extra("other", 0) is None
