@@ -10,8 +10,6 @@ in <repository>/.demo, one folder for each recipe and seed; delete it at any tim
 this machine and ends again: two nodes train, one rolls out.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
@@ -65,60 +63,51 @@ def run_here(words: list[str]) -> int:
 
 def run_in_slurm(words: list[str], out: Path) -> int:
     """The main job in a Slurm of three local nodes; shows the job's output as it comes. Returns 0 if it completed."""
-    tool = [str(REPO / "tools" / "local_slurm")]
     log = out.parent / f"{out.name}.slurm.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
     # without this a SIGTERM would leave the cluster behind; Ctrl-C raises by itself
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="molt_demo_") as folder:
-        tool += ["--dir", f"{folder}/cluster"]
+        tool = [str(REPO / "tools" / "local_slurm"), "--dir", f"{folder}/cluster"]
         Path(folder, "sockets").mkdir()
+        os.environ |= {"SLURM_CONF": f"{folder}/cluster/etc/slurm.conf", "MOLT_HPC_PYTHON": sys.executable}
         try:
             say("starting Slurm: a controller and three nodes")
             if subprocess.run([*tool, "up", "--nodes", "3", "--cpus", "2"]).returncode:
                 return 1
-            job = _submit(tool, [*words, "--actor.num_nodes", "2", "--actor.num_procs_per_node", "1", "--launch.cpus_per_node", "1",
-                                 "--launch.socket_dir", f"{folder}/sockets"], log)
+            words = [*words, "--actor.num_nodes", "2", "--actor.num_procs_per_node", "1", "--launch.cpus_per_node", "1",
+                     "--launch.socket_dir", f"{folder}/sockets"]
+            done = subprocess.run(["sbatch", "--parsable", "-o", log, "-N2", ":", "-N1", REPO / "sbatch" / "train_rl.sh", *words],
+                                  capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(f"quickstart: sbatch refused the job: {done.stderr.strip()}")
+            job = done.stdout.strip().split(";")[0]
             say(f"job {job}: training on two nodes, rollout on a third; its output is {log}")
-            return _follow(tool, job, log)
+            return _follow(job, log)
         finally:
             say("ending Slurm")
             subprocess.run([*tool, "down"])
 
 
-def _submit(tool: list[str], words: list[str], log: Path) -> str:
-    line = [*tool, "exec", "sbatch", "--parsable", "-o", str(log), "-N2", ":", "-N1", str(REPO / "sbatch" / "train_rl.sh"), *words]
-    done = subprocess.run(line, capture_output=True, text=True, env=os.environ | {"MOLT_HPC_PYTHON": sys.executable})
-    if done.returncode:
-        raise SystemExit(f"quickstart: sbatch refused the job: {done.stderr.strip()}")
-    return done.stdout.strip().split(";")[0]
-
-
-def _follow(tool: list[str], job: str, log: Path) -> int:
+def _follow(job: str, log: Path) -> int:
     """Copy the job's output to ours until it ends; 0 if it completed."""
+    from submit_rl import job_info
+
     shown, deadline = 0, time.monotonic() + SLURM_LIMIT_S
     while time.monotonic() < deadline:
-        state = _state(tool, job)
+        info = job_info(job)
         output = log.read_bytes() if log.exists() else b""
         sys.stdout.write(output[shown:].decode(errors="replace"))
         sys.stdout.flush()
         shown = len(output)
-        if state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
-            say(f"job {job} ended: {state}")
-            return 0 if state == "COMPLETED" else 1
+        if info and info["State"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+            say(f"job {job} ended: {info['State']}")
+            return 0 if info["State"] == "COMPLETED" else 1
         time.sleep(POLL_S)
     say(f"job {job} has not ended after {SLURM_LIMIT_S} s and is cancelled")
-    subprocess.run([*tool, "exec", "scancel", job])
+    subprocess.run(["scancel", job])
     return 1
-
-
-def _state(tool: list[str], job: str) -> str:
-    shown = subprocess.run([*tool, "exec", "scontrol", "-o", "show", "job", job], capture_output=True, text=True)
-    for line in shown.stdout.splitlines():
-        if line.startswith(f"JobId={job} "):
-            return line.split("JobState=")[1].split()[0]
-    return f"unknown ({shown.stderr.strip() or 'Slurm no longer knows the job'})"
 
 
 def main(words: list[str] | None = None) -> int:
@@ -135,14 +124,11 @@ def main(words: list[str] | None = None) -> int:
     code = run_in_slurm(options, args.out) if args.slurm else run_here(options)
     say(f"the main job ended with exit code {code} after {time.monotonic() - began:.0f} s")
     if code == 0:
+        trained = max(args.out.glob("checkpoints/step_*/hf"), default="none was written")
         for what, path in (("picture of the curve", args.out / "reward.png"), ("all metrics", args.out / "metrics.jsonl"),
-                           ("every trajectory", args.out / "trajectories"), ("trained model (Hugging Face)", _trained(args.out))):
+                           ("every trajectory", args.out / "trajectories"), ("trained model (Hugging Face)", trained)):
             print(f"  {what:<30} {path}")
     return code
-
-
-def _trained(out: Path) -> Path | str:
-    return max(out.glob("checkpoints/step_*/hf"), default="none was written")
 
 
 if __name__ == "__main__":

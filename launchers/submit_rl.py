@@ -3,7 +3,7 @@
 
     python launchers/submit_rl.py my_run.toml --train.agent_path my_agent.py --slurm.partition gpu --slurm.time 600
 
-Or in Python:
+The options of --slurm may stand in the file too, as its section [slurm]. Or in Python:
 
     job = submit(load(RunConfig, "my_run.toml"), SlurmOptions(partition="gpu", gpus=8))
     job.result()        # {"reward": ..., "steps": ..., "run": ...}; raises if the run failed
@@ -13,8 +13,6 @@ plain allocation. submitit has neither heterogeneous jobs nor a way to see the e
 Slurm's accounting; the two small classes below add both.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -23,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +54,14 @@ class SlurmOptions:
 
 
 @dataclass
-class SubmitConfig:
+class SubmitConfig(RunConfig):
+    """The run's options and where to run it."""
+
     slurm: SlurmOptions = section(SlurmOptions)
+
+    def run(self) -> RunConfig:
+        """What the job itself is told."""
+        return RunConfig(**{option.name: getattr(self, option.name) for option in fields(RunConfig)})
 
 
 class EndStateWatcher(SlurmInfoWatcher):
@@ -118,11 +122,6 @@ class TrainingExecutor(SlurmExecutor):
     def _num_tasks(self) -> int:
         return 1  # of submitit's tasks: the batch process; the nodes belong to the run
 
-    def _internal_process_submissions(self, delayed_submissions: list) -> list:
-        if len(delayed_submissions) > 1:
-            raise ValueError(f"a run is submitted alone, got {len(delayed_submissions)}: Slurm has no arrays of heterogeneous jobs")
-        return super()._internal_process_submissions(delayed_submissions)
-
 
 def submit(config: RunConfig, slurm: SlurmOptions | None = None, program: tuple[str, ...] = RUN_PROGRAM, check: bool = True) -> SlurmJob:
     """Submit one run; returns submitit's job, whose `result()` is {reward, steps, run}.
@@ -167,33 +166,19 @@ def outside_of_jobs() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-def split_words(words: list[str]) -> tuple[list[str], list[str]]:
-    """(words of --slurm.* options with their values, all other words)."""
-    ours: list[str] = []
-    others: list[str] = []
-    target = others
-    for word in words:
-        if word.startswith("--"):
-            target = ours if word.startswith("--slurm.") else others
-        target.append(word)
-    return ours, others
-
-
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0].startswith("-"):
-        print(f"usage: submit_rl.py CONFIG.toml [--section.option value ...] [--slurm.option value ...]\n\n{help_text(SubmitConfig)}\n"
-              "\nall other options: python -m molt_hpc run --help")
+        print(f"usage: submit_rl.py CONFIG.toml [--section.option value ...]\n\noptions [default]:\n{help_text(SubmitConfig)}")
         return 0 if words and words[0] in ("-h", "--help") else 2
-    ours, others = split_words(words[1:])
     try:
-        slurm = load(SubmitConfig, None, ours, check=False).slurm
-        job = submit(load(RunConfig, words[0], others), slurm)
+        config = load(SubmitConfig, words[0], words[1:])
+        job = submit(config.run(), config.slurm)
     except ValueError as error:
         print(f"submit_rl: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     print(f"submitted job {job.job_id}; its output: {job.paths.stdout}")
-    if slurm.wait:
+    if config.slurm.wait:
         failure = job.exception()
         if failure is not None:
             print(f"submit_rl: error: job {job.job_id} failed: {failure}", file=sys.stderr)

@@ -4,15 +4,13 @@ Nothing heavy is imported here: `check` and `status` must work on a login node t
 error of the user's is one line on standard error and exit code 1.
 """
 
-from __future__ import annotations
-
 import argparse
+import contextlib
 import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from molt_hpc import __version__
@@ -31,19 +29,19 @@ started by run, one per role: broker, actor, rollout
 exit codes of run: 0 done, 1 failed or stopped. `run --help` lists all options.
 """
 
+BROKER = ("--broker", "address of the broker")
+NODE_RANK = ("--node-rank", "rank of this node in its role; unset: Slurm's SLURM_NODEID")
+
 
 def cmd_run(words: list[str]) -> int:
     """Check everything, make the run folder, supervise the run to its end."""
     from molt_hpc.slurm.preflight import check_run_folder, preflight
-    from molt_hpc.slurm.run_folder import create_log_folder, open_run_folder
+    from molt_hpc.slurm.run_folder import open_run_folder
+    from molt_hpc.slurm.supervisor import Supervisor
     config = _load_run_config("run", words)
-    if config is None:
-        return 0
     check_run_folder(Path(config.output_dir), config.ckpt.resume)
     topology = preflight(config, os.environ)
-    run_id, attempt = open_run_folder(config, topology, [sys.executable, "-m", "molt_hpc", "run", *words], os.environ)
-    logs = create_log_folder(Path(config.output_dir), attempt)
-    from molt_hpc.slurm.supervisor import Supervisor
+    run_id, attempt, logs = open_run_folder(config, topology, [sys.executable, "-m", "molt_hpc", "run", *words], os.environ)
     code = Supervisor(config, topology, run_id, attempt, logs, os.environ).run()
     if code == 0:
         _show_curve(Path(config.output_dir))
@@ -64,21 +62,19 @@ def cmd_check(words: list[str]) -> int:
     """Check everything and print what `run` would do."""
     from molt_hpc.slurm.preflight import preflight, report
     config = _load_run_config("check", words)
-    if config is None:
-        return 0
     print(report(config, preflight(config, os.environ)))
     return 0
 
 
 def _load_run_config(command: str, words: list[str]):
-    """The configuration of run and check; None after printing their help."""
+    """The configuration of run and check; ends the program after printing their help."""
     from molt_hpc.config import RunConfig, help_text, load
     usage = f"usage: python -m molt_hpc {command} CONFIG.toml [--section.option value ...]"
     if not words:
         raise ValueError(f"{command}: no configuration file is given; {usage}")
     if {"-h", "--help"} & set(words):
         print(f"{usage}\n\noptions [default]:\n{help_text(RunConfig)}")
-        return None
+        raise SystemExit(0)
     path, overrides = (None, words) if words[0].startswith("--") else (words[0], words[1:])
     return load(RunConfig, path, overrides)
 
@@ -88,43 +84,42 @@ def cmd_broker(words: list[str]) -> int:
     from molt_hpc.broker.server import Broker
     from molt_hpc.config import RunConfig, load
     from molt_hpc.observe.metrics import StepWriter
-    parser = argparse.ArgumentParser(prog="python -m molt_hpc broker")
-    parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("--attempt", type=int, required=True)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    args = parser.parse_args(words)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    args = _role_words("broker", words, ("--host", "address to listen on"))
     config = load(RunConfig, args.run / "config.toml")
-    return Broker(args.run, config, args.attempt, StepWriter(args.run, config.logger.tensorboard), args.host).serve()
+    return Broker(args.run, config, args.attempt, StepWriter(args.run, config.logger.tensorboard), args.host or "127.0.0.1").serve()
 
 
 def cmd_actor(words: list[str]) -> int:
     """Become this node's torchrun."""
     from molt_hpc.slurm.roles import exec_actor, node_rank
-    args = _role_parser("actor").parse_args(words)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    exec_actor(args.run, args.broker, args.attempt, node_rank() if args.node_rank is None else args.node_rank)
+    args = _role_words("actor", words, BROKER, NODE_RANK)
+    exec_actor(args.run, args.broker, args.attempt, node_rank() if args.node_rank is None else int(args.node_rank))
     return 0
 
 
 def cmd_rollout(words: list[str]) -> int:
     """The worker of this node; its rank comes from the command line or from Slurm."""
+    from molt_hpc.rollout.worker import serve
     from molt_hpc.slurm.roles import node_rank
-    parser = _role_parser("rollout")
-    parser.add_argument("--first-rank", type=int, default=0, help="rank of the step's first node")
-    args = parser.parse_args(words)
-    rank = node_rank(args.first_rank) if args.node_rank is None else args.node_rank
-    from molt_hpc.rollout.worker import main
-    return main([str(args.run), "--broker", args.broker, "--attempt", str(args.attempt), "--node-rank", str(rank)])
+    args = _role_words("rollout", words, BROKER, NODE_RANK, ("--first-rank", "rank of the step's first node; unset: 0"))
+    return serve(args.run, args.broker, args.attempt, node_rank(int(args.first_rank or 0)) if args.node_rank is None else int(args.node_rank))
 
 
-def _role_parser(role: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"python -m molt_hpc {role}")
+def _parser(command: str, *options: tuple[str, str]) -> argparse.ArgumentParser:
+    """Takes a run folder and some options (name, help)."""
+    parser = argparse.ArgumentParser(prog=f"python -m molt_hpc {command}")
     parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("--broker", required=True, help="address of the broker")
-    parser.add_argument("--attempt", type=int, required=True)
-    parser.add_argument("--node-rank", type=int, help="rank of this node in its role; unset: Slurm's SLURM_NODEID")
+    for name, meaning in options:
+        parser.add_argument(name, help=meaning)
     return parser
+
+
+def _role_words(role: str, words: list[str], *options: tuple[str, str]) -> argparse.Namespace:
+    """A role's arguments; its log begins here."""
+    parser = _parser(role, *options)
+    parser.add_argument("--attempt", type=int, required=True)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    return parser.parse_args(words)
 
 
 def cmd_sft(words: list[str]) -> int:
@@ -134,9 +129,7 @@ def cmd_sft(words: list[str]) -> int:
 
 def cmd_status(words: list[str]) -> int:
     """Ask the broker and print its answer as JSON."""
-    parser = argparse.ArgumentParser(prog="python -m molt_hpc status")
-    parser.add_argument("run", type=Path, help="run folder")
-    args = parser.parse_args(words)
+    args = _parser("status").parse_args(words)
     status = _ask(args.run, "status", {"lines_from": 0})
     status.pop("reply_to", None)
     print(json.dumps(status | {"step_lines": status["step_lines"][-3:]}, indent=2))
@@ -145,10 +138,7 @@ def cmd_status(words: list[str]) -> int:
 
 def cmd_stop(words: list[str]) -> int:
     """Tell the broker to end the run; the supervisor does the rest."""
-    parser = argparse.ArgumentParser(prog="python -m molt_hpc stop")
-    parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("--reason", default="", help="text for the log and the message")
-    args = parser.parse_args(words)
+    args = _parser("stop", ("--reason", "text for the log and the message")).parse_args(words)
     _ask(args.run, "stop", {"reason": args.reason or f"stopped by `molt_hpc stop` at {time.strftime('%H:%M:%S')}"})
     print(f"{args.run}: the broker ends the run")
     return 0
@@ -161,23 +151,18 @@ def _ask(run: Path, kind: str, fields: dict) -> dict:
         endpoint = json.loads((run / "endpoint.json").read_text())
     except FileNotFoundError:
         raise ValueError(f"{run}: no endpoint.json, so no broker has listened there yet") from None
-    client = None
     try:
-        client = BrokerClient(run, endpoint["address"], "observer", f"observer_{os.getpid()}", endpoint["attempt"], timeout=5.0)
-        return client.request(kind, fields, timeout=5.0)
+        with contextlib.closing(BrokerClient(run, endpoint["address"], "observer", f"observer_{os.getpid()}", endpoint["attempt"], 5.0)) as client:
+            return client.request(kind, fields, timeout=5.0)
     except TimeoutError:
         raise ValueError(f"{run}: the broker at {endpoint['address']} does not answer; "
                          "the run has ended, or this machine cannot reach it") from None
     except (RunStopped, Refused) as error:
         raise ValueError(f"{run}: {error}") from None
-    finally:
-        if client is not None:
-            client.close()
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "run": cmd_run, "check": cmd_check, "sft": cmd_sft, "status": cmd_status, "stop": cmd_stop}
-ROLES: dict[str, Callable[[list[str]], int]] = {"broker": cmd_broker, "actor": cmd_actor, "rollout": cmd_rollout}
+COMMANDS = {"run": cmd_run, "check": cmd_check, "sft": cmd_sft, "status": cmd_status, "stop": cmd_stop}
+ROLES = {"broker": cmd_broker, "actor": cmd_actor, "rollout": cmd_rollout}
 
 
 def main(argv: list[str] | None = None) -> int:

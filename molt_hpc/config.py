@@ -5,13 +5,12 @@ given combination is an error (`RunConfig.check`). Section and option names foll
 is the same, so that a recipe carries over.
 """
 
-from __future__ import annotations
-
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from molt_hpc.config_checks import ESTIMATORS, PRESETS, check_estimator, check_kl, check_loss, check_optim
+from molt_hpc.config_checks import ESTIMATORS, PRESETS, _need, check_estimator, check_kl, check_loss, check_optim, check_replay
 from molt_hpc.options import CommaNumbers, CommaTexts, comma_list, dump, help_text, load, opt, options, section
 
 __all__ = ["RunConfig", "SftConfig", "dump", "help_text", "load", "opt", "options", "section"]
@@ -79,12 +78,14 @@ class ActorConfig(OptimConfig):
 @dataclass
 class RefConfig:
     model_name_or_path: str = opt("", "folder of the reference of the KL term, or of the teacher; unset: the actor's folder (KL only)")
+    num_procs: int = opt(0, "how many of the training ranks are the reference's alone, the last but the critic's; 0: it shares the actor's")
 
 
 @dataclass
 class CriticConfig(OptimConfig):
     adam: AdamConfig = section(lambda: AdamConfig(lr=5e-6))
     model_name_or_path: str = opt("", "folder of the critic's backbone; unset: the actor's folder (gae)")
+    num_procs: int = opt(0, "how many of the training ranks are the critic's alone, the last ones; 0: it shares the actor's")
     value_clip: float | None = opt(0.2, "range within which a value may move in a batch; none: no clipping")
     max_epochs: int = opt(0, "passes over each batch; 0: train.max_epochs")
 
@@ -93,7 +94,8 @@ class CriticConfig(OptimConfig):
 class FsdpConfig:
     param_dtype: Literal["float32", "bfloat16"] = opt("bfloat16", "dtype of the forward pass; masters and reductions are float32")
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = opt("sdpa", "attention kernel of the training forward")
-    offload: Literal["none", "full"] = opt("none", "full: sharded weights, gradients and the optimizer live and step on the CPU")
+    offload: Literal["none", "optimizer", "full"] = opt(
+        "none", "optimizer: its state is on the CPU between steps; full: weights, gradients and the optimizer live and step there")
     defer_grad_sync: bool = opt(False, "reduce gradients once a step: less traffic, an unsharded gradient in memory")
     tp_size: int = opt(1, "tensor-parallel size (automodel)")
     ep_size: int = opt(1, "expert-parallel size (automodel)")
@@ -123,6 +125,8 @@ class RolloutConfig:
     min_group_size: int = opt(2, "a group with fewer usable rollouts is dropped")
     max_new_tokens: int | None = opt(None, "cap on one turn's sampled tokens; unset: what max_len leaves")
     temperature: float = opt(1.0, "sampling temperature")
+    top_p: float = opt(1.0, "sample from the most likely tokens that together have this probability; below 1 needs top_k")
+    top_k: int = opt(0, "sample from the k most likely tokens; above 0 vLLM returns sampling masks, which training replays; 0: all tokens")
     concurrency: int = opt(64, "rollouts that one worker keeps in flight")
     group_timeout: float = opt(0.0, "seconds from a group's first lease after which it goes on without its unfinished rollouts; 0: never")
     max_turns: int = opt(64, "an Env that has not ended after this many turns is truncated")
@@ -135,6 +139,7 @@ class AgentConfig:
     timeout: float = opt(600.0, "seconds from lease to result, all turns included")
     memory_mb: int = opt(0, "address space of an agent process in MiB; 0: no limit")
     tool_parser: str = opt("", "vLLM's parser that finds tool calls in replies (ChatAgent; hermes, qwen3_coder, ...)")
+    image_folder: str = opt("", "folder whose images a ChatAgent's requests may name by path or file URL; empty: data URIs only")
     reasoning_parser: str = opt("", "vLLM's parser that splits thinking from replies (ChatAgent; qwen3, deepseek_r1, ...)")
 
 
@@ -213,6 +218,7 @@ class TrainConfig:
     max_lag: int = opt(1, "batches that may be admitted ahead of the trainer; 0 is strictly on-policy")
     seed: int = opt(42, "prompt order, sampling seeds, trainer ranks")
     deterministic: bool = opt(False, "bit-equal steps for the same batch on the same ranks; slower")
+    routing_replay: bool = opt(False, "training sends each token to the experts that the engine chose (mixture of experts)")
     max_bad_steps: int = opt(3, "batches in a row without a finite loss and gradient that stop the run; each is left out and quarantined")
 
 
@@ -224,6 +230,7 @@ class WeightsConfig:
     bucket_bytes: int = opt(32 << 20, "tensors travel in buckets of at most this size (gloo, files, sparse_nccl)")
     stage_bytes: int = opt(0, "packed on training rank 0 before the engines are paused; at least two buckets are (gloo)")
     changed_only: bool = opt(False, "write only tensors that differ from the last update's (files)")
+    ignore: list[str] = opt([], "patterns of names that an engine may leave out although they are sent to it; others fail the update")
     drift_prompts: int = opt(0, "prompts that engines and trainer both score after each update; 0: none")
     drift_alarm: float = opt(0.0, "mean |log-prob of engine - of trainer| on them above which an error is logged; 0: never")
     drift_stop: float = opt(0.0, "the same, above which the run stops; 0: never")
@@ -306,6 +313,7 @@ class RunConfig:
         _need(agent.concurrency == 0 or agent.processes * agent.concurrency >= rollout.concurrency,
               f"agent.concurrency: {agent.processes} processes x {agent.concurrency} are fewer than rollout.concurrency {rollout.concurrency}")
         _need(rollout.temperature > 0, f"rollout.temperature: expected more than 0, got {rollout.temperature}")
+        check_replay(self)
         _need(train.max_steps >= 0 and train.num_episodes >= 1, "train.max_steps must be >= 0 and train.num_episodes >= 1")
         _need(train.batch_size == 0 or rollout.batch_size % train.batch_size == 0,
               f"train.batch_size: {train.batch_size} groups an optimizer step do not divide rollout.batch_size {rollout.batch_size}")
@@ -316,7 +324,11 @@ class RunConfig:
               f"vllm.num_engines: {self.vllm.num_engines} servers cannot be spread evenly over rollout.num_nodes {rollout.num_nodes}")
         world = self.actor.num_nodes * self.actor.num_procs_per_node
         shards = self.fsdp.tp_size * self.fsdp.ep_size
-        _need(world % shards == 0, f"fsdp: tp_size x ep_size = {shards} does not divide the {world} training ranks")
+        own = {"ref.num_procs": self.ref.num_procs, "critic.num_procs": self.critic.num_procs}
+        left = {"the actor": world - sum(own.values())} | {name: count for name, count in own.items() if count}
+        _need(all(count > 0 for count in left.values()), f"ref.num_procs, critic.num_procs: {world} training ranks cannot be split into {left}")
+        for who, count in left.items():
+            _need(count % shards == 0, f"fsdp: tp_size x ep_size = {shards} does not divide the {count} training ranks of {who}")
         _need(shards == 1 or self.actor.backend == "automodel", "fsdp.tp_size and fsdp.ep_size need actor.backend automodel")
         _check_data(self.data, train.num_episodes)
         _check_weights(self.weights)
@@ -370,11 +382,6 @@ class SftConfig:
         check_optim(self.optim, "optim.")
 
 
-def _need(condition: Any, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
 def _check_data(data: DataConfig, num_episodes: int) -> None:
     _need(data.max_len > 1, f"data.max_len: expected at least 2, got {data.max_len}")
     files, weights = comma_list(data.prompt_dataset), comma_list(data.prompt_probs)
@@ -399,5 +406,11 @@ def _check_weights(weights: WeightsConfig) -> None:
     for name, backends in {"bucket_bytes": ("gloo", "files", "sparse_nccl"), "stage_bytes": ("gloo",), "changed_only": ("files",)}.items():
         _need(weights.backend in backends or getattr(weights, name) == getattr(WeightsConfig, name),
               f"weights.{name} has no effect with weights.backend {weights.backend}")
+    _need(not weights.ignore or weights.backend != "sparse_nccl", "weights.ignore has no effect with weights.backend sparse_nccl")
+    for pattern in weights.ignore:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"weights.ignore: {pattern!r} is no regular expression: {error}") from None
     for name in ("drift_alarm", "drift_stop"):
         _need(weights.drift_prompts > 0 or not getattr(weights, name), f"weights.{name} has no effect with weights.drift_prompts 0")

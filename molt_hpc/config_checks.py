@@ -92,7 +92,22 @@ def check_estimator(config: RunConfig) -> None:
     _need(len(weights) in (0, len(parts)), f"reward.part_weights: expected one for each of the {len(parts)} parts, got {len(weights)}")
     _unless(name == "gae", {"critic": (config.critic, type(config.critic)()), "actor.freezing_steps": (config.actor.freezing_steps, 0)},
             f"with estimator {name}")
-    _need(name != "gae" or config.fsdp.tp_size == 1, "algo.advantage.estimator gae: the critic needs fsdp.tp_size 1")
+
+
+def check_replay(config: RunConfig) -> None:
+    """What the engine's choices must look like so that training can make them again.
+
+    With sampling masks every log-prob is one over the kept tokens: the policy's, the reference's or teacher's (so a KL compares the two
+    over the same support), and the entropy is that of this distribution. The critic and the drift probe have none. With router replay
+    the policy alone follows the engine; reference, critic and probe choose their experts themselves.
+    """
+    rollout = config.rollout
+    _need(0 < rollout.top_p <= 1, f"rollout.top_p: expected more than 0 and at most 1, got {rollout.top_p}")
+    _need(rollout.top_k >= 0, f"rollout.top_k: expected at least 0, got {rollout.top_k}")
+    _need(rollout.top_p == 1 or rollout.top_k, "rollout.top_p below 1 needs rollout.top_k, which bounds the sampling masks (vLLM asks for it)")
+    _need(not config.train.routing_replay or config.vllm.enable_prefix_caching,
+          "train.routing_replay needs vllm.enable_prefix_caching: vLLM keeps the routing with the cached blocks")
+    _need(not config.train.routing_replay or config.fsdp.tp_size == 1, "train.routing_replay needs fsdp.tp_size 1")
 
 
 def check_kl(config: RunConfig) -> None:
@@ -105,7 +120,8 @@ def check_kl(config: RunConfig) -> None:
           f"algo.kl.init_coef: {name} does not look at a KL within the reward; set algo.kl.use_loss")
     _need(not (kl.use_loss and kl.estimator == "k1"), "algo.kl.estimator k1 has no useful gradient as a loss: its mean is 0; use k2 or k3")
     default = type(kl)(init_coef=kl.init_coef)
-    _unless(coefficient > 0, {"ref.model_name_or_path": (config.ref.model_name_or_path, ""), "algo.kl": (kl, default)},
+    _unless(coefficient > 0, {"ref.model_name_or_path": (config.ref.model_name_or_path, ""), "ref.num_procs": (config.ref.num_procs, 0),
+                               "algo.kl": (kl, default)},
             "without algo.kl.init_coef")
     _need(kl.target is None or kl.target > 0, f"algo.kl.target: expected more than 0, got {kl.target}")
     _unless(kl.target is not None, {"algo.kl.horizon": (kl.horizon, 10000)}, "without algo.kl.target")

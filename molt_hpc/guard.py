@@ -17,9 +17,8 @@ of such a signal and end of file means that the owner is gone; `srun` carries bo
 Only the standard library is used: a guard must start fast and run anywhere.
 """
 
-from __future__ import annotations
-
 import argparse
+import contextlib
 import ctypes
 import os
 import select
@@ -101,24 +100,16 @@ def _watch(keeper: int, to_keeper: int, control: int | None, owner: int, cleanup
     inbox, status, deadline = Inbox(control), None, None
     while status is None:
         numbers, closed = inbox.wait()
-        if numbers and deadline is None:
-            _tell(to_keeper, numbers)
-        if (closed or os.getppid() != owner) and deadline is None:
+        if deadline is None and numbers:
+            with contextlib.suppress(BrokenPipeError):  # the keeper has just ended; the next look finds its exit code
+                os.write(to_keeper, bytes(numbers))
+        if deadline is None and (closed or os.getppid() != owner):
             os.close(to_keeper)
             deadline = time.monotonic() + 2 * grace + 2 * KILL_PATIENCE
         if deadline is not None and time.monotonic() > deadline:
             _kill(keeper, signal.SIGKILL)
         status = _reap(keeper)
-    _end_descendants(grace)
-    _remove(cleanup)
-    return _exit_code(status)
-
-
-def _tell(to_keeper: int, numbers: list[int]) -> None:
-    try:
-        os.write(to_keeper, bytes(numbers))
-    except BrokenPipeError:
-        pass  # the keeper has just ended; the next look finds its exit code
+    return _finish(status, cleanup, grace)
 
 
 def _keep(command: list[str], from_watcher: int, no_stdin: bool, cleanup: str | None, grace: float) -> int:
@@ -130,14 +121,21 @@ def _keep(command: list[str], from_watcher: int, no_stdin: bool, cleanup: str | 
         for number in numbers:
             _kill(child, number)
         if closed:
-            _kill_group(child, signal.SIGTERM)
+            _kill(child, signal.SIGTERM, group=True)
             deadline = time.monotonic() + grace
         if deadline is not None and time.monotonic() > deadline:
-            _kill_group(child, signal.SIGKILL)
+            _kill(child, signal.SIGKILL, group=True)
         status = _reap(child)
+    return _finish(status, cleanup, grace)
+
+
+def _finish(status: int, cleanup: str | None, grace: float) -> int:
+    """End what is left; returns the exit code for a wait status."""
     _end_descendants(grace)
-    _remove(cleanup)
-    return _exit_code(status)
+    if cleanup:
+        shutil.rmtree(cleanup, ignore_errors=True)
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
 
 
 def _spawn(command: list[str], no_stdin: bool) -> int:
@@ -164,14 +162,10 @@ def _spawn(command: list[str], no_stdin: bool) -> int:
 def _reap(wanted: int) -> int | None:
     """Collect every ended child, orphans included; the wait status of `wanted` if it is among them."""
     found = None
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return found
-        if pid == 0:
-            return found
-        found = status if pid == wanted else found
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            found = ended[1] if ended[0] == wanted else found
+    return found
 
 
 def _end_descendants(grace: float) -> None:
@@ -201,14 +195,10 @@ def descendants(root: int) -> list[int]:
     """Every living process below `root`, children of children included, zombies left out."""
     parents: dict[int, int] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                stat = file.read()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        state, parent = stat[stat.rindex(b")") + 2:].split()[:2]
-        if state not in (b"Z", b"X"):
-            parents[int(name)] = int(parent)
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{name}/stat", "rb") as file:
+            state, parent = file.read().rpartition(b")")[2].split()[:2]
+            if state not in (b"Z", b"X"):
+                parents[int(name)] = int(parent)
     found, level = [], {root}
     while level:
         level = {pid for pid, parent in parents.items() if parent in level}
@@ -216,28 +206,13 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def _kill(pid: int, number: int) -> None:
-    try:
+def _kill(pid: int, number: int, group: bool = False) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        if group:
+            with contextlib.suppress(ProcessLookupError):  # between its fork and its setpgid
+                os.killpg(pid, number)
+                return
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
-
-
-def _kill_group(pid: int, number: int) -> None:
-    try:
-        os.killpg(pid, number)
-    except ProcessLookupError:
-        _kill(pid, number)  # between its fork and its setpgid
-
-
-def _remove(folder: str | None) -> None:
-    if folder:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _exit_code(status: int) -> int:
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
 
 
 def _prctl(option: int, value: int) -> None:

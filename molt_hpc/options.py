@@ -3,10 +3,9 @@
 A file or a command line can only set what the tree has: an unknown key is an error that names the nearest one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
+import json
 import tomllib
 from dataclasses import field
 from pathlib import Path
@@ -69,19 +68,17 @@ def _reject_unknown(keys: list[str], known: dict[str, Any], source: str) -> None
 
 def _parse_overrides(words: list[str], known: dict[str, tuple[Any, Any, str]]) -> dict[str, Any]:
     """`--section.option value...` (or `=value`) -> {dotted name: text or list of texts}."""
-    flat: dict[str, Any] = {}
-    index = 0
-    while index < len(words):
-        word = words[index]
-        if not word.startswith("--"):
+    given: list[tuple[str, bool, list[str]]] = []
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            given.append((name.replace("-", "_"), bool(equals), [value] if equals else []))
+        elif given and not given[-1][1]:
+            given[-1][2].append(word)
+        else:
             raise ValueError(f"command line: expected --section.option, got {word!r}")
-        name, equals, value = word[2:].partition("=")
-        name = name.replace("-", "_")
-        index += 1
-        values = [value] if equals else []
-        while not equals and index < len(words) and not words[index].startswith("--"):
-            values.append(words[index])
-            index += 1
+    flat: dict[str, Any] = {}
+    for name, equals, values in given:
         _reject_unknown([name], known, "command line")
         shaped = _shape(name, values, known[name][1], str(known[name][0]))
         # a list grows by repetition, so that `--vllm.extra_args=--flag` can be said more than once
@@ -156,13 +153,9 @@ def dump(config: Any) -> str:
 
 
 def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
-    return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 
 def help_text(cls: type) -> str:

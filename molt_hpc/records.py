@@ -59,7 +59,8 @@ class Segment:
     elsewhere. action_spans: int32 [A, 2], half-open ranges of sampled tokens. version_spans:
     int32 [V, 3], rows (start, end, version) that cover every sampled token. temperature: the one
     that sampled them. extras: what only some runs have, by name; the first axis is as long as the
-    segment needs it.
+    segment needs it: turn_rewards float64 [A, 2], for each action span its last token and its reward;
+    images uint8 [M, 32], SHA-256 of each, and image_spans int32 [M, 2], their ranges of tokens.
     """
 
     token_ids: np.ndarray
@@ -112,7 +113,6 @@ class Rollout:
     """One finished run of the agent on one prompt; its segments share reward and score.
 
     stop_reason: `terminated` (the agent ended), `turn_limit` (rollout.max_turns) or `token_limit` (data.max_len).
-    turn_rewards: one for each action span of all segments in their order, or None.
     """
 
     group_id: int
@@ -128,7 +128,6 @@ class Rollout:
     turns: int
     seconds: float
     info: dict[str, float] = field(default_factory=dict)
-    turn_rewards: list[float] | None = None
 
     def check(self) -> None:
         if not self.segments:
@@ -141,7 +140,7 @@ class Rollout:
     def to_wire(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """(header fields, named arrays); segments are laid end to end, `segment_lengths` cuts them."""
         header = {k: getattr(self, k) for k in ("group_id", "sample", "attempt", "reward", "score", "stop_reason",
-                                               "terminated", "truncated", "turns", "seconds", "info", "turn_rewards")}
+                                               "terminated", "truncated", "turns", "seconds", "info")}
         versions = np.concatenate([s.version_spans[:, 2] for s in self.segments])
         header |= {"prompt": self.prompt.to_header(), "temperatures": [s.temperature for s in self.segments],
                    "sampled_tokens": int(sum(s.action_mask().sum() for s in self.segments)),
@@ -167,5 +166,5 @@ class Rollout:
             for segment, values in zip(segments, parts, strict=True):
                 segment.extras |= {name: values} if len(values) else {}
         fields = {k: header[k] for k in ("group_id", "sample", "attempt", "reward", "score", "stop_reason",
-                                         "terminated", "truncated", "turns", "seconds", "info", "turn_rewards")}
+                                         "terminated", "truncated", "turns", "seconds", "info")}
         return cls(prompt=Prompt(**header["prompt"]), segments=segments, **fields)

@@ -5,8 +5,6 @@ array its name, dtype, shape and XXH3-64 checksum. The frames after it are the a
 relays a message never looks into them. Nothing on a socket is ever unpickled.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +36,12 @@ class Message:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Decode the payload (read-only views of the frames), checking sizes and checksums."""
-        return {spec["name"]: _array(self.kind, spec, frame) for spec, frame in zip(self.specs, self.frames, strict=True)}
+        found = {}
+        for spec, frame in zip(self.specs, self.frames, strict=True):
+            if xxhash.xxh3_64_intdigest(frame) != spec["xxh3"]:
+                raise WireError(f"{self.kind}: array {spec['name']} is damaged (checksum)")
+            found[spec["name"]] = np.frombuffer(frame, spec["dtype"]).reshape(spec["shape"])
+        return found
 
 
 def encode(kind: str, fields: dict[str, Any] | None = None, arrays: dict[str, np.ndarray] | None = None) -> list[Any]:
@@ -65,7 +68,7 @@ def decode(frames: list[Any], max_bytes: int = 1 << 30) -> Message:
     """Read the header and check the frames' number and total size; payload bytes stay untouched."""
     if not frames:
         raise WireError("an empty message")
-    total = sum(_size(frame) for frame in frames)
+    total = size_of(frames)
     if total > max_bytes:
         raise WireError(f"a message of {total} bytes, the limit is {max_bytes} (broker.max_message_bytes)")
     header = decode_header(frames[0])
@@ -73,7 +76,7 @@ def decode(frames: list[Any], max_bytes: int = 1 << 30) -> Message:
     if len(specs) != len(frames) - 1:
         raise WireError(f"{header['kind']}: the header names {len(specs)} arrays, {len(frames) - 1} frames came")
     for spec, frame in zip(specs, frames[1:]):
-        expected = _expected_bytes(header["kind"], spec)
+        expected = math.prod(spec["shape"]) * DTYPES[spec["dtype"]]
         if expected != _size(frame):
             raise WireError(f"{header['kind']}: array {spec['name']} should have {expected} bytes, {_size(frame)} came")
     return Message(header["kind"], header["fields"], list(frames[1:]), specs)
@@ -93,21 +96,24 @@ def _size(frame: Any) -> int:
     return frame.nbytes if isinstance(frame, np.ndarray) else len(frame)
 
 
+def size_of(frames: list[Any]) -> int:
+    """Bytes of encoded frames."""
+    return sum(map(_size, frames))
+
+
 def decode_header(frame: Any) -> dict[str, Any]:
     """{kind, fields, arrays} of a message's first frame. Raises WireError if it is none."""
-    raw = bytes(frame) if _size(frame) <= HEADER_LIMIT else None
-    if raw is None:
+    if _size(frame) > HEADER_LIMIT:
         raise WireError(f"a header of {_size(frame)} bytes, the limit is {HEADER_LIMIT}")
     try:
-        header = msgpack.unpackb(raw)
+        header = msgpack.unpackb(bytes(frame))
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
         raise WireError(f"a header that is not msgpack: {type(error).__name__}") from None
     if not isinstance(header, dict) or header.get("schema") != SCHEMA:
         came = header.get("schema") if isinstance(header, dict) else type(header).__name__
         raise WireError(f"a header of schema {came!r}, expected {SCHEMA}")
-    shape_ok = (isinstance(header.get("kind"), str) and isinstance(header.get("fields"), dict)
-                and isinstance(header.get("arrays"), list) and all(_spec_ok(s) for s in header["arrays"]))
-    if not shape_ok:
+    if not (isinstance(header.get("kind"), str) and isinstance(header.get("fields"), dict)
+            and isinstance(header.get("arrays"), list) and all(_spec_ok(s) for s in header["arrays"])):
         raise WireError("a header without kind, fields and arrays of the right types")
     return header
 
@@ -116,13 +122,3 @@ def _spec_ok(spec: Any) -> bool:
     return (isinstance(spec, dict) and isinstance(spec.get("name"), str) and isinstance(spec.get("dtype"), str) and spec["dtype"] in DTYPES
             and isinstance(spec.get("xxh3"), int) and isinstance(spec.get("shape"), list)
             and all(isinstance(n, int) and n >= 0 for n in spec["shape"]))
-
-
-def _expected_bytes(kind: str, spec: dict[str, Any]) -> int:
-    return math.prod(spec["shape"]) * DTYPES[spec["dtype"]]
-
-
-def _array(kind: str, spec: dict[str, Any], frame: Any) -> np.ndarray:
-    if xxhash.xxh3_64_intdigest(frame) != spec["xxh3"]:
-        raise WireError(f"{kind}: array {spec['name']} is damaged (checksum)")
-    return np.frombuffer(frame, spec["dtype"]).reshape(spec["shape"])

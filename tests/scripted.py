@@ -25,7 +25,7 @@ import zmq
 from molt_hpc import wire
 from molt_hpc.broker.client import BrokerClient, RunStopped, create_keys, read_keys, wait_for_endpoint
 from molt_hpc.config import RunConfig, dump
-from molt_hpc.data.references import Producer, resolve, size_of
+from molt_hpc.data.references import Producer, resolve
 from molt_hpc.guard import guarded
 from molt_hpc.records import Prompt, Rollout, Segment
 
@@ -170,11 +170,11 @@ class ScriptedWorker(threading.Thread):
     def _send_rollout(self, lease: dict) -> bool:
         fields, arrays = made_rollout(lease, self.version, self.score(lease), self.tokens(lease)).to_wire()
         frames = wire.encode("rollout", fields | {"credits": 1}, arrays)
-        if self.sizes and sum(self.sizes.values()) + size_of(frames) > self.window:
+        if self.sizes and sum(self.sizes.values()) + wire.size_of(frames) > self.window:
             return False
-        if size_of(frames) > self.inline_bytes:
+        if wire.size_of(frames) > self.inline_bytes:
             (frames,) = self.producer.put([frames])
-        self.sizes[lease["id"]] = size_of(frames)
+        self.sizes[lease["id"]] = wire.size_of(frames)
         self.client._socket.send_multipart(frames)
         self.sent.append(lease["id"])
         return True

@@ -28,14 +28,15 @@ class ScriptedEngine:
 
     async def stream(self, path: str, body: bytes) -> AsyncIterator[dict[str, Any]]:
         """The answer token by token, with half of the latency between them; the version spans come with the last one."""
-        choice = (await self.post(path, body))["choices"][0]
+        answer = await self.post(path, body)
+        choice = answer["choices"][0]
         call = self.calls.pop()
         for at, token in enumerate(choice["token_ids"]):
             last = at + 1 == len(choice["token_ids"])
             await asyncio.sleep(self.latency / 2)
             self.calls += [call] if last else []
             ends = {k: choice[k] for k in ("finish_reason", "stop_reason", "weight_versions")} if last else {}
-            yield {"choices": [{"token_ids": [token], "logprobs": {"content": [choice["logprobs"]["content"][at]]}} | ends]}
+            yield answer | {"choices": [{"token_ids": [token], "logprobs": {"content": [choice["logprobs"]["content"][at]]}} | ends]}
 
     async def post(self, path: str, body: bytes) -> dict[str, Any]:
         assert path == "/inference/v1/generate"
@@ -55,7 +56,11 @@ class ScriptedEngine:
             ids, reason, stopped = ids[:sampling["max_tokens"]], "length", None
         self.calls.append((asked["token_ids"], sampling, ids))
         self.last_progress = time.monotonic()
-        return {"choices": [{"token_ids": ids, "finish_reason": reason, "stop_reason": stopped,
+        seen = {}
+        if parts := asked.get("content_parts"):
+            full, spans = self.dialect.place(asked["token_ids"], [part["uuid"] for part in parts])
+            seen = {"prompt_token_ids": full, "mm_placeholders": {"image": [{"offset": a, "length": b - a} for a, b in spans]}}
+        return seen | {"choices": [{"token_ids": ids, "finish_reason": reason, "stop_reason": stopped,
                              "logprobs": {"content": [{"token_id": i, "logprob": -0.5} for i in ids]},
                              "weight_versions": [{"start": 0, "end": len(ids), "version": "1"}]}]}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import shutil
 from pathlib import Path
 
@@ -121,9 +122,11 @@ def probe(count: int = 4, length: int = 24, seed: int = 7) -> np.ndarray:
 
 def reference_scores(folder: Path, tokens: np.ndarray) -> np.ndarray:
     """float32 [K, L - 1]: log-probs by a transformers forward pass in float32."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return forward_scores(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), tokens)
+    vision = "vision_config" in json.loads((folder / "config.json").read_text())
+    kind = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+    return forward_scores(kind.from_pretrained(folder, dtype=torch.float32).eval(), tokens)
 
 
 @torch.no_grad()

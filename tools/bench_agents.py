@@ -4,13 +4,12 @@ Ours: the OpenAI SDK in an agent process -> chat server (token tree) -> /inferen
 request function -> vLLM's /v1/chat/completions, its replies sent back as history in the same way. Both take turns on one server.
 """
 
-from __future__ import annotations
-
 import asyncio
 import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +66,8 @@ async def _in_turn(one: Callable[[int], Awaitable[float]], sessions: range, conc
     return sum(await asyncio.gather(*(lane(i) for i in range(concurrency))))
 
 
-async def _vllms(engine: Engine, sessions: range, concurrency: int, turns: int, max_tokens: int) -> float:
-    from vllm.benchmarks.lib.endpoint_request_func import (
-        RequestFuncInput,
-        async_request_openai_chat_completions,
-    )
+async def _vllms(engine: Engine, max_tokens: int, sessions: range, concurrency: int, turns: int) -> float:
+    from vllm.benchmarks.lib.endpoint_request_func import RequestFuncInput, async_request_openai_chat_completions
 
     async def one(number: int) -> float:
         messages, tokens = _messages(number), 0
@@ -102,28 +98,29 @@ async def _measure(config: RunConfig, folder: Path, concurrencies: list[int], tu
     try:
         await asyncio.gather(agents.wait_ready(), engine.wait_healthy(), server.start())
         await engine.post("/update_weight_version", {"new_version": "0"})
-        parts = (config, dialect, engine)
-        await asyncio.gather(_ours(parts, agents, server, range(4), 4, 1), _vllms(engine, range(4), 4, 1, 8))  # warm both paths
+        talks = {"ours": partial(_ours, (config, dialect, engine), agents, server), "vllm": partial(_vllms, engine, config.rollout.max_new_tokens)}
+        await asyncio.gather(*(talk(range(4), 4, 1) for talk in talks.values()))  # warm both paths
         for concurrency in concurrencies:
             for count in turns:
-                speeds: dict[str, list[float]] = {"ours": [], "vllm": []}
+                speeds: dict[str, list[float]] = {name: [] for name in talks}
                 for repeat in range(repeats):
                     sessions = range(number := number + 1000, number + concurrency * per_lane)
-                    for name in (("ours", "vllm"), ("vllm", "ours"))[repeat % 2]:
+                    for name in sorted(talks, reverse=repeat % 2 == 1):
                         started = time.perf_counter()
-                        tokens = await (_ours(parts, agents, server, sessions, concurrency, count) if name == "ours" else
-                                        _vllms(engine, sessions, concurrency, count, config.rollout.max_new_tokens))
+                        tokens = await talks[name](sessions, concurrency, count)
                         speeds[name].append(tokens / (time.perf_counter() - started))
                 ours, vllm = statistics.median(speeds["ours"]), statistics.median(speeds["vllm"])
-                rows.append({"concurrency": concurrency, "turns": count, "tokens_s": ours, "vllm_client_tokens_s": vllm,
-                             "ratio": ours / vllm})
+                rows.append({"concurrency": concurrency, "turns": count, "tokens_s": ours, "vllm_client_tokens_s": vllm, "ratio": ours / vllm})
     finally:
         await asyncio.gather(engine.close(), agents.close(), server.close())
     return rows
 
 
-def measure(model: Path, concurrencies: list[int], turns: list[int], max_tokens: int, per_lane: int, repeats: int) -> dict[str, Any]:
+def measure(model: Path | None = None, concurrency: list[int] = [1, 8, 64], turns: list[int] = [1, 8, 64], max_tokens: int = 32,
+            per_lane: int = 3, repeats: int = 3) -> dict[str, Any]:
     """One row for each concurrency and number of turns; `model`: a Hugging Face folder with a chat template."""
+    if model is None:
+        raise SystemExit("bench agents: --model names no Hugging Face folder with a chat template")
     with tempfile.TemporaryDirectory(prefix="molt_hpc_bench_") as name:
         folder = Path(name)
         (folder / "agent.py").write_text(AGENT)
@@ -132,4 +129,4 @@ def measure(model: Path, concurrencies: list[int], turns: list[int], max_tokens:
         config.data.max_len = 64 + max(turns) * (max_tokens + 48)
         config.rollout.max_new_tokens, config.weights.backend, config.vllm.dtype = max_tokens, "gloo", "float32"
         config.vllm.kv_cache_memory_bytes = 512 << 20
-        return {"rows": asyncio.run(_measure(config, folder, concurrencies, turns, per_lane, repeats))}
+        return {"rows": asyncio.run(_measure(config, folder, concurrency, turns, per_lane, repeats))}

@@ -6,8 +6,6 @@ broker.inline_bytes goes through a file of its producer, and with every payload 
 relay with CURVE, which the broker's sockets have, and without.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import tempfile
 import time
@@ -16,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import zmq
-from bench_run import actor_client, base_config, publish, running_broker
+from bench_run import actor_client, base_config, publish, running_broker, spawn
 
 from molt_hpc import wire
 from molt_hpc.broker.client import BrokerClient
@@ -27,7 +25,7 @@ CREDITS = 128
 BATCH, SAMPLES = 64, 8
 
 
-def measure(sizes: list[int], seconds: float) -> dict[str, Any]:
+def measure(sizes: list[int] = [1024, 65536, 1048576], seconds: float = 5.0) -> dict[str, Any]:
     """One row a payload size: rollouts/s and MB/s of the broker, of the bare relays, and their ratios."""
     rows = []
     for size in sizes:
@@ -36,7 +34,7 @@ def measure(sizes: list[int], seconds: float) -> dict[str, Any]:
         rows.append({"payload_bytes": size, "broker_per_s": broker, "broker_mb_per_s": broker * size / 1e6, "inline_per_s": inline,
                      "bare_curve_per_s": bare, "bare_plain_per_s": plain, "ratio_to_bare_curve": broker / bare,
                      "ratio_to_bare_plain": broker / plain, "inline_to_bare_curve": inline / bare})
-    return {"part": "broker", "rows": rows}
+    return {"rows": rows}
 
 
 # through the broker ----------------------------------------------------------------------------
@@ -68,8 +66,7 @@ def _broker(size: int, seconds: float, inline_bytes: int) -> float:
         config = base_config(Path(folder), 200_000 if size < 100_000 else 20_000)
         config.rollout.batch_size, config.rollout.n_samples_per_prompt, config.train.max_lag = BATCH, SAMPLES, 1
         with running_broker(config) as (run, address):
-            producer = multiprocessing.get_context("spawn").Process(target=_produce, args=(run, address, size, inline_bytes), daemon=True)
-            producer.start()
+            producer = spawn(_produce, run, address, size, inline_bytes)
             client = actor_client(run, address)
             publish(client, 0, 60)
             rate = _consume(run, client, seconds)
@@ -131,14 +128,11 @@ def _pump(port: int, keys: tuple | None, size: int) -> None:
 
 
 def _bare(size: int, seconds: float, curve: bool) -> float:
-    spawn = multiprocessing.get_context("spawn")
     keys = (zmq.curve_keypair(), zmq.curve_keypair()) if curve else None
-    ours, theirs = spawn.Pipe()
-    relay = spawn.Process(target=_relay, args=(theirs, keys), daemon=True)
-    relay.start()
+    ours, theirs = multiprocessing.Pipe()
+    relay = spawn(_relay, theirs, keys)
     front, back = ours.recv()
-    pump = spawn.Process(target=_pump, args=(front, keys, size), daemon=True)
-    pump.start()
+    pump = spawn(_pump, front, keys, size)
     socket, count, started = _end(back, keys), 0, 0.0
     while not started or time.perf_counter() - started < seconds:
         frames = socket.recv_multipart(copy=False)

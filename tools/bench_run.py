@@ -1,14 +1,14 @@
 """What the benchmarks share: a small run folder with a real broker process, and how to end it."""
 
-from __future__ import annotations
-
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -52,6 +52,13 @@ def running_broker(config: RunConfig) -> Iterator[tuple[Path, str]]:
     finally:
         broker.terminate()
         broker.wait(20)
+
+
+def spawn(target: Callable[..., None], *words: Any) -> multiprocessing.Process:
+    """A new process, which does not outlive this one, that runs `target`."""
+    process = multiprocessing.get_context("spawn").Process(target=target, args=words, daemon=True)
+    process.start()
+    return process
 
 
 def actor_client(run: Path, address: str) -> BrokerClient:

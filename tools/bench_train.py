@@ -1,7 +1,8 @@
-"""Tokens/s and peak memory of a training step beside a bare transformers + FSDP2 loop, and of the chunked head beside a naive one.
+"""Tokens/s and peak memory of a training step beside a bare transformers + FSDP2 loop and TRL's GRPO step; the chunked head beside a naive one.
 
 The bare loop does what a plain script does with the same rollouts: padded micro-batches of the same token budget, all
-logits, log_softmax, PPO loss, AdamW. Every measurement runs in processes of its own, so that each peak is its own.
+logits, log_softmax, PPO loss, AdamW. `bare` pads every row to the batch's longest; `bare sorted` puts rows of similar
+length together and pads to the longest of a micro-batch. Every measurement runs in processes of its own, so that each peak is its own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from molt_hpc.config import RunConfig
-from molt_hpc.data.shards import Batch, build_batch
+from molt_hpc.data.shards import Batch, build_batch, write_shard
 from molt_hpc.records import Prompt, Rollout, Segment
 
 VOCABULARY = 4096
@@ -62,12 +63,13 @@ def product_step(options: dict[str, Any], batch: Batch):
     """A function that trains one step with the product's actor, and the shares of filling in what it computes."""
     from molt_hpc.train.actor import Actor
     from molt_hpc.train.attention import build_layout
+    from molt_hpc.train.micro import TokenTable, share_plan
 
     config = RunConfig()
     config.actor.model_name_or_path, config.actor.backend = options["model"], "transformers"
     config.fsdp.param_dtype, config.train.max_tokens_per_gpu = options["dtype"], options["budget"]
     actor = Actor(config, None)
-    plan = actor._share_plan(batch).steps[0]
+    plan = share_plan(actor.model, TokenTable(batch), config.train).steps[0]
     lengths = [[int(batch.segment_lengths[s]) for s in micro] for rank in plan.micro_batches for micro in rank if micro]
     attended = sum(index.numel() for each in lengths for index in build_layout(each, torch.device("cpu")).batches)
     dummies = 2 * sum(not micro for rank in plan.micro_batches for micro in rank)
@@ -76,8 +78,19 @@ def product_step(options: dict[str, Any], batch: Batch):
     return lambda: actor.train_batch(raw), filling
 
 
+def padded_rows(lengths: np.ndarray, budget: int, ranks: int, by_length: bool) -> list[tuple[np.ndarray, int]]:
+    """(rows of one micro-batch of all ranks, the length they are padded to)."""
+    order, found = np.argsort(-lengths, kind="stable") if by_length else np.arange(len(lengths)), []
+    while len(order):
+        longest = int(lengths[order[0]] if by_length else lengths.max())
+        size = ranks * max(1, budget // longest)
+        found.append((order[:size], longest))
+        order = order[size:]
+    return found
+
+
 def bare_step(options: dict[str, Any], batch: Batch):
-    """The same for a plain script: each rank has every n-th row, micro-batches of as many padded rows as the budget holds."""
+    """The same for a plain script: as many padded rows in a micro-batch as the budget holds, every n-th of them on each rank."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformers import AutoModelForCausalLM
@@ -90,13 +103,11 @@ def bare_step(options: dict[str, Any], batch: Batch):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, foreach=False)
-    longest = int(batch.segment_lengths.max())
-    rows, ranks = max(1, options["budget"] // longest), dist.get_world_size()
-    mine = np.arange(len(batch.segment_lengths))[dist.get_rank()::ranks]
-    sampled = int(batch.action_mask.sum())
+    ranks, sampled = dist.get_world_size(), int(batch.action_mask.sum())
+    parts = padded_rows(batch.segment_lengths, options["budget"], ranks, options["part"] == "bare sorted")
 
     def step() -> None:
-        for chosen in (mine[at:at + rows] for at in range(0, len(mine), rows)):
+        for chosen, longest in ((rows[dist.get_rank()::ranks], longest) for rows, longest in parts):
             ids, seen, acted = (torch.zeros(len(chosen), longest, dtype=torch.long) for _ in range(3))
             for i, s in enumerate(chosen):
                 part = slice(batch.segment_offsets[s], batch.segment_offsets[s + 1])
@@ -114,7 +125,7 @@ def bare_step(options: dict[str, Any], batch: Batch):
         optimizer.step()
         optimizer.zero_grad()
 
-    share = 1 - len(batch.token_ids) / (len(batch.segment_lengths) * longest)
+    share = 1 - len(batch.token_ids) / sum(len(rows) * longest for rows, longest in parts)
     return step, {"padding_share": share, "attention_filling": share}
 
 
@@ -157,7 +168,7 @@ def child(options: dict[str, Any]) -> None:
         return
     from molt_hpc.train.launch import in_process_group
 
-    def work() -> None:
+    def work(store: dist.Store) -> None:
         found = run_step(options)
         peak = torch.tensor([found["peak_mib"]], device="cuda" if torch.cuda.is_available() else "cpu")
         dist.all_reduce(peak, dist.ReduceOp.MAX)
@@ -170,27 +181,50 @@ def child(options: dict[str, Any]) -> None:
 def start(options: dict[str, Any], ranks: int = 1) -> dict[str, float]:
     """Run a child (torchrun for several ranks) and return what it measured."""
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    return finish([sys.executable, *words, __file__, json.dumps(options)], f"{options['part']} on {ranks} ranks")
+
+
+def start_trl(python: str, options: dict[str, Any]) -> dict[str, float] | None:
+    """The same for TRL under the given Python, None where that has no trl. It reads the rollouts from a shard."""
+    if subprocess.run([python, "-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('trl') is None)"]).returncode:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        shard = write_shard(Path(folder), 1, mixed_batch(options["rollouts"], options["longest"]).to_bytes())
+        program = Path(__file__).with_name("bench_trl.py")
+        return finish([python, str(program), json.dumps(options | {"shard": str(shard)})], "TRL")
+
+
+def finish(line: list[str], what: str) -> dict[str, float]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    line = [sys.executable, *words, __file__, json.dumps(options)]
     done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=1800)
     if done.returncode:
-        raise RuntimeError(f"{options['part']} on {ranks} ranks ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        raise RuntimeError(f"{what} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def measure(model: Path | None, ranks: list[int], rollouts: int, longest: int, budget: int, steps: int, dtype: str) -> dict[str, Any]:
-    """Rows for product and bare loop on each number of ranks, and for both heads; ratios in the last two rows."""
+def measure(model: Path | None = None, ranks: list[int] = [1, 2], rollouts: int = 64, longest: int = 1024, budget: int = 4096, steps: int = 3,
+            dtype: str = "float32", trl_python: str = sys.executable) -> dict[str, Any]:
+    """Rows for product, bare loops and TRL (one rank) on each number of ranks, and for both heads; ratios in the last row."""
+    if rollouts % (4 * max(ranks)):
+        raise SystemExit(f"--rollouts: expected groups of 4 that {max(ranks)} ranks share evenly, got {rollouts}")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         options = {"model": str(model or random_model(Path(folder) / "model", 256, 4)), "rollouts": rollouts, "longest": longest,
                    "budget": budget, "steps": steps, "dtype": dtype}
         for count in ranks:
-            for part in ("product", "bare"):
+            for part in ("product", "bare", "bare sorted"):
                 rows.append({"part": part, "ranks": count} | start(options | {"part": part}, count))
+        trl = start_trl(trl_python, options)
     heads = {part: start(HEAD | {"part": part}) for part in ("chunked head", "naive head")}
     rows += [{"part": part} | HEAD | values for part, values in heads.items()]
     speed = {(row["part"], row["ranks"]): row["tokens_per_s"] for row in rows if "ranks" in row}
-    ratios = {f"product_to_bare_{count}_ranks": speed["product", count] / speed["bare", count] for count in ranks}
+    ratios = {f"product_to_{part.replace(' ', '_')}_{count}_ranks": speed["product", count] / speed[part, count]
+              for part in ("bare", "bare sorted") for count in ranks}
+    if trl:
+        rows.append({"part": "trl", "ranks": 1} | trl)
+        ratios |= {"product_to_trl": speed["product", 1] / trl["tokens_per_s"]} if 1 in ranks else {}
+    else:
+        rows.append({"part": "trl: not installed"})
     ratios |= {f"scaling_{ranks[0]}_to_{count}_ranks": speed["product", count] / speed["product", ranks[0]] for count in ranks[1:]}
     ratios["head_memory_naive_to_chunked"] = heads["naive head"]["peak_mib"] / heads["chunked head"]["peak_mib"]
     return {"part": "train", "rows": [*rows, ratios]}

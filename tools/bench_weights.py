@@ -1,14 +1,13 @@
-"""Seconds of a whole weight update with real vLLM servers, beside a bare gloo broadcast of the same bytes and beside save and reload.
+"""Seconds of a whole weight update with real vLLM servers, beside a bare gloo broadcast of the same bytes, loading alone, and save and reload.
 
 The update is the product's own path: real broker, real rollout worker, stock `vllm serve`, this process as the trainer's
-rank 0 with the whole model in memory (so the gather is free and the figures are those of the protocol and the bytes).
+rank 0 with the whole model in memory (so the gather is free and the figures are those of the protocol and the bytes). Loading
+alone are the CPU seconds of the thread that loads and repacks in the engine: no transfer can make an update shorter than that.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import multiprocessing
 import os
 import statistics
 import tempfile
@@ -20,10 +19,11 @@ from typing import Any
 import aiohttp
 import torch
 import torch.distributed as dist
-from bench_run import actor_client, base_config, running_broker, start_role
+from bench_run import actor_client, base_config, running_broker, spawn, start_role
 from safetensors.torch import save_file
 
 from molt_hpc.config import RunConfig
+from molt_hpc.guard import descendants
 from molt_hpc.train.publish import Publisher
 from molt_hpc.weights import group
 from molt_hpc.weights.publish import make_sender
@@ -74,10 +74,7 @@ def bare_broadcast(sizes: list[int], receivers: int, rounds: int) -> float:
     """Median seconds to broadcast buckets of these sizes to receiving processes; all buffers are reused."""
     world = receivers + 1
     store = group.open_store("127.0.0.1", 0, world, True, 60)
-    processes = [multiprocessing.get_context("spawn").Process(target=_receive, args=(store.port, rank, world, sizes, rounds + 1), daemon=True)
-                 for rank in range(1, world)]
-    for process in processes:
-        process.start()
+    processes = [spawn(_receive, store.port, rank, world, sizes, rounds + 1) for rank in range(1, world)]
     member = group.join(store, 1, 0, world, 60)
     buffer, seconds = torch.zeros(max(sizes), dtype=torch.uint8), []
     for _ in range(rounds + 1):
@@ -108,56 +105,20 @@ class Memory:
         return max(self._read(pid, "VmHWM") - self._before[pid] for pid in self._pids)
 
 
-def engine_workers(ancestor: int) -> list[int]:
-    """Process ids of vLLM's workers below a process: its descendants that hold a model, by their titles."""
-    children: dict[int, list[int]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            stat = Path(f"/proc/{name}/stat").read_text().rsplit(")", 1)[1].split()
-            children.setdefault(int(stat[1]), []).append(int(name))
-        except OSError:
-            continue
-    found, todo = [], [ancestor]
-    while todo:
-        pid = todo.pop()
-        todo += children.get(pid, [])
-        try:
-            if "Worker" in Path(f"/proc/{pid}/cmdline").read_text():
-                found.append(pid)
-        except OSError:
-            continue
-    return found
-
-
-async def await_engines(folder: Path, count: int, timeout: float = 180.0) -> list[Path]:
-    """Sockets of all servers, once they answer."""
-    deadline, ready = time.monotonic() + timeout, set()
-    while len(ready) < count:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{len(ready)} of {count} servers answered within {timeout:.0f} s; see {folder.parent}/run/logs")
-        for path in folder.glob("*/engine.sock"):
-            with contextlib.suppress(aiohttp.ClientError):
-                async with aiohttp.ClientSession("http://engine", connector=aiohttp.UnixConnector(str(path))) as client, client.get("/health"):
-                    ready.add(path)
-        await asyncio.sleep(0.2)
-    return sorted(ready)
-
-
 async def _reload(sockets: list[Path], source: Loaded, folder: Path) -> float:
     """Seconds of the naive way: pause, save a checkpoint, every engine reads it through vLLM's own reload, resume."""
-    async def post(client: aiohttp.ClientSession, path: str, body: Any = None) -> None:
-        async with client.post(path, json=body) as answer:
+    async def everywhere(path: str, body: Any = None) -> None:
+        for answer in await asyncio.gather(*(client.post(path, json=body) for client in clients)):
             assert answer.status == 200, await answer.text()
 
     clients = [aiohttp.ClientSession("http://engine", connector=aiohttp.UnixConnector(str(socket))) for socket in sockets]
     started = time.perf_counter()
-    await asyncio.gather(*(post(c, "/pause?mode=keep") for c in clients))
+    await everywhere("/pause?mode=keep")
     save_file(source.tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-    await asyncio.gather(*(post(c, "/collective_rpc", body) for c in clients))
-    await asyncio.gather(*(post(c, "/resume") for c in clients))
+    await everywhere("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+    await everywhere("/resume")
     seconds = time.perf_counter() - started
-    await asyncio.gather(*(c.close() for c in clients))
+    await asyncio.gather(*(client.close() for client in clients))
     return seconds
 
 
@@ -173,7 +134,7 @@ def settings(folder: Path, model: Path, engines: int, backend: str, bucket_bytes
     return config
 
 
-def measure(model: Path | None, mib: int, updates: int, engines: int = 1, backend: str = "gloo",
+def measure(model: Path | None = None, mib: int = 64, updates: int = 5, engines: int = 1, backend: str = "gloo",
             bucket_bytes: int | None = None) -> dict[str, Any]:
     """One row: median seconds of an update by activity, bytes, memory, and the two ways to compare with."""
     torch.set_num_threads(1)
@@ -188,8 +149,10 @@ def measure(model: Path | None, mib: int, updates: int, engines: int = 1, backen
                 client, source = actor_client(run, address), Loaded(model)
                 sender = make_sender(config.weights, source, 0, "127.0.0.1", run / "weights")
                 publisher = Publisher(client, sender, config, torch.device("cpu"))
-                sockets = asyncio.run(await_engines(folder / "s", engines))
-                trainer, receivers = Memory([os.getpid()]), Memory(engine_workers(worker.pid))
+                while sum(len(w["engines"]) for w in client.request("status")["workers"].values()) < engines:
+                    time.sleep(0.5)  # the broker ends the run, and so this wait, if they do not come
+                processes = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in descendants(worker.pid)}
+                trainer, receivers = Memory([os.getpid()]), Memory([pid for pid, title in processes.items() if "Worker" in title])
                 publisher.publish(0)
                 totals, parts = [], []
                 for version in range(1, updates + 1):
@@ -203,7 +166,7 @@ def measure(model: Path | None, mib: int, updates: int, engines: int = 1, backen
                 (folder / "naive").mkdir()
                 for path in [*model.glob("*.json")]:
                     (folder / "naive" / path.name).write_bytes(path.read_bytes())
-                naive = [asyncio.run(_reload(sockets, source, folder / "naive")) for _ in range(3)][1:]
+                naive = [asyncio.run(_reload(sorted(folder.glob("s/*/engine.sock")), source, folder / "naive")) for _ in range(3)][1:]
             finally:
                 worker.terminate()
                 worker.wait(30)
@@ -215,6 +178,8 @@ def measure(model: Path | None, mib: int, updates: int, engines: int = 1, backen
            "ratio_reload_to_update": statistics.median(naive) / total, **memory}
     row |= {name: statistics.median(p[name] for p in parts) for name in parts[0] if name.startswith("seconds_")}
     paused = statistics.median(sum(p[f"seconds_update_{phase}"] for phase in ("pause", "transfer", "resume")) for p in parts)
+    alone = row.pop("seconds_update_load_cpu")
+    row |= {"load_alone_seconds": alone, "ratio_load_alone_to_update": alone / total, "ratio_bare_to_load_alone": bare / alone}
     row |= {"pause_seconds": paused, "ratio_pause_to_transfer": paused / row["seconds_update_transfer"], "ratio_bare_to_pause": bare / paused}
     dist.destroy_process_group()
     return {"part": "weights", "rows": [row]}

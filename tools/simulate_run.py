@@ -1,9 +1,5 @@
 """A simulated run: the real broker, scripted workers in a few processes, a scripted trainer in this one; and its report."""
 
-from __future__ import annotations
-
-import json
-import multiprocessing
 import tempfile
 import time
 from collections import Counter
@@ -12,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import psutil
-from bench_run import actor_client, base_config, publish, running_broker
-from simulate_model import Load, batch_synchronous, deaths, lengths
-from simulate_workers import work
+from bench_run import actor_client, base_config, publish, running_broker, spawn
+from simulate_workers import Load, batch_synchronous, lengths, work
 
 from molt_hpc.broker.client import BrokerClient
 
@@ -25,31 +20,29 @@ PATIENCE = 300.0
 class Trainer:
     """Takes batches, lets the step's time pass, publishes; remembers what came and when."""
 
-    def __init__(self, client: BrokerClient, load: Load, kill: Any):
-        self.client, self.load, self.kill, self.deaths = client, load, kill, deaths(load)
+    def __init__(self, client: BrokerClient, load: Load):
+        self.client, self.load = client, load
         self.received: Counter[tuple[int, int]] = Counter()
-        self.died = 0
         self.waits: list[float] = []
         self.trained_at: list[float] = []
         self.closed_at: list[float] = []
         self.opened_at: list[float] = []
         self.version_at: dict[int, float] = {}
 
-    def publish(self, version: int) -> None:
-        """Update every engine; the caller has noted since when nothing is admitted."""
+    def publish(self, version: int, closed_at: float | None = None) -> None:
+        """Update every engine; nothing is admitted since `closed_at` (None: now)."""
+        self.closed_at.append(closed_at or time.monotonic())
         publish(self.client, version, PATIENCE)
         self.opened_at.append(time.monotonic())
         self.version_at.setdefault(version, self.opened_at[-1])
 
     def train(self) -> dict[str, Any]:
         """The whole run; returns the broker's last status."""
-        self.closed_at.append(time.monotonic())
         self.publish(0)
         while True:
             began = time.monotonic()
             reply = self.client.call("next_batch", timeout=PATIENCE)
             if reply.kind == "republish":  # a worker is back without weights
-                self.closed_at.append(time.monotonic())
                 self.publish(reply.fields["version"])
                 continue
             if reply.kind == "end":
@@ -65,13 +58,10 @@ class Trainer:
             part.arrays()
             self.received[part.fields["ordinal"], part.fields["sample"]] += 1
         time.sleep(self.load.step_seconds)
-        self.closed_at.append(time.monotonic())
+        closed_at = time.monotonic()
         self.client.request("trained", {"step": step}, timeout=PATIENCE)
         self.trained_at.append(time.monotonic())
-        for worker in self.deaths.get(step, ()):  # about when the update begins
-            self.kill(worker)
-            self.died += 1
-        self.publish(step)
+        self.publish(step, closed_at)
         self.client.request("step_done", {"metrics": {"step": step, "version": step}}, timeout=PATIENCE)
 
 
@@ -88,32 +78,18 @@ def simulate(load: Load) -> dict[str, Any]:
             started = time.monotonic()
             trainer, status, logs, usage = _play(run, address, load, broker)
             wall = time.monotonic() - started
-        return {"load": vars(load), "wall_seconds": wall} | _count(trainer, load) | usage | {
+        return {"load": vars(load), "wall_seconds": wall} | _count(trainer, load) | {"workers_died": len(logs["deaths"])} | usage | {
             "broker_loop_p99_seconds": status["loop_p99_seconds"], "lease_ends": status["lease_ends"]} | _rates(trainer, load, logs)
 
 
 def _play(run: Path, address: str, load: Load, broker: psutil.Process) -> tuple[Trainer, dict[str, Any], dict[str, Any], dict[str, Any]]:
     """(trainer, the broker's last status, the workers' logs by name, the broker's use of the machine)."""
-    spawn = multiprocessing.get_context("spawn")
-    processes, controls = [], []
-    for number in range(load.processes):
-        ours, theirs = spawn.Pipe()
-        mine = list(range(number, load.workers, load.processes))
-        processes.append(spawn.Process(target=work, args=(run, address, load, theirs, mine, run / f"{number}.npz"), daemon=True))
-        processes[-1].start()
-        controls.append(ours)
-    for index in range(load.workers):
-        _await_up(controls[index % load.processes], f"worker {index}")
-
-    def kill(worker: int) -> None:
-        controls[worker % load.processes].send_bytes(json.dumps(worker).encode())
-        _await_up(controls[worker % load.processes], f"the new life of worker {worker}")
-
+    processes = [spawn(work, run, address, load, range(number, load.workers, load.processes), run / f"{number}.npz")
+                 for number in range(load.processes)]
     client = actor_client(run, address)
-    trainer = Trainer(client, load, kill)
+    trainer = Trainer(client, load)
     status = trainer.train()
-    memory = next(line for line in Path(f"/proc/{broker.pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
-    usage = {"broker_cpu_seconds": sum(broker.cpu_times()[:2]), "broker_peak_mib": int(memory.split()[1]) / 1024}
+    usage = {"broker_cpu_seconds": sum(broker.cpu_times()[:2]), "broker_mib": broker.memory_info().rss / 2**20}
     client.close()
     for process in processes:
         process.join(30)
@@ -121,19 +97,12 @@ def _play(run: Path, address: str, load: Load, broker: psutil.Process) -> tuple[
     return trainer, status, {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}, usage
 
 
-def _await_up(control: Any, who: str) -> None:
-    if not control.poll(PATIENCE):
-        raise TimeoutError(f"{who} was not ready within {PATIENCE:.0f} s")
-    control.recv_bytes()
-
-
 def _count(trainer: Trainer, load: Load) -> dict[str, int]:
     """Every (prompt, sample) must have been trained on once."""
     expected = {(prompt, sample) for prompt in range(load.steps * load.batch_size) for sample in range(load.samples)}
     came = trainer.received
     return {"rollouts_once": sum(came[key] == 1 for key in expected), "rollouts_lost": len(expected - came.keys()),
-            "rollouts_duplicated": sum(n - 1 for n in came.values()), "rollouts_unknown": len(came.keys() - expected),
-            "workers_died": trainer.died}
+            "rollouts_duplicated": sum(n - 1 for n in came.values()), "rollouts_unknown": len(came.keys() - expected)}
 
 
 def _rates(trainer: Trainer, load: Load, logs: dict[str, np.ndarray]) -> dict[str, float]:
@@ -142,22 +111,16 @@ def _rates(trainer: Trainer, load: Load, logs: dict[str, np.ndarray]) -> dict[st
     last = max(load.steps - load.max_lag - 2, first + 1)
     start, end = trainer.trained_at[first], trainer.trained_at[min(last, load.steps - 1)]
     steps, slots = min(last, load.steps - 1) - first, load.workers * load.slots
-    whole = slots * max(end - start, 1e-9)
-    generating, held = (_overlap(logs[name], start, end) / whole for name in ("generating", "held"))
+    pieces = logs["generating"]
+    generating = np.clip(np.minimum(pieces[:, 1], end) - np.maximum(pieces[:, 0], start), 0, None).sum()
     latency = _lease_latency(trainer, load, logs["leases"], start, end)
     generation = lengths(load).mean() * load.batch_size * load.samples / slots
     training, step = load.step_seconds + load.update_seconds, (end - start) / max(steps, 1)
-    inside = [o - c for c, o in zip(trainer.closed_at, trainer.opened_at) if start <= c < end]
-    return {"steady_steps": steps, "utilisation": generating, "occupied": generating + held,
-            "update_wall_seconds": float(np.mean(inside or [0.0])),
+    return {"steady_steps": steps, "utilisation": float(generating / (slots * max(end - start, 1e-9))),
             "lease_p50_seconds": float(np.quantile(latency, 0.5)), "lease_p99_seconds": float(np.quantile(latency, 0.99)),
             "trainer_wait_seconds": float(np.mean(trainer.waits[first + 1:last + 1] or [0.0])), "step_seconds": step,
             "generation_seconds": float(generation), "training_seconds": training, "step_to_bound": step / max(generation, training),
             **batch_synchronous(load)}
-
-
-def _overlap(pieces: np.ndarray, start: float, end: float) -> float:
-    return float(np.clip(np.minimum(pieces[:, 1], end) - np.maximum(pieces[:, 0], start), 0, None).sum())
 
 
 def _lease_latency(trainer: Trainer, load: Load, leases: np.ndarray, start: float, end: float) -> np.ndarray:

@@ -3,8 +3,6 @@
 It serves any reasoning-gym task whose rows carry {"answer": ..., "metadata": {"source_dataset": ...}} as label.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,6 +1,6 @@
 """Make the demo's data: sums from reasoning-gym as chat rows (warm start) and as prompts (reinforcement learning).
 
-    python launchers/demo/make_data.py FOLDER [--seed N]
+    python launchers/demo/make_data.py FOLDER [SEED [SHOTS]]
 
 The task is `chain_sum` with two or three terms of one digit. The warm start sees correct answers only, in three
 ways of putting them: the bare number, the sum written out, a sentence. The question asks for the final answer, and
@@ -10,11 +10,9 @@ number alone is wanted, and to be surer of it, is what is left to learn from the
 The questions are split by a hash of their text: none of the prompts' questions is in a row of the warm start.
 """
 
-from __future__ import annotations
-
-import argparse
 import hashlib
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,7 +77,7 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def make_data(folder: str | Path, seed: int = 0, shots: int = 0) -> tuple[Path, Path]:
-    """Write sft.jsonl and prompts.jsonl to the folder; returns both paths."""
+    """Write sft.jsonl and prompts.jsonl to the folder; returns both paths. `shots` solved questions stand before that of every prompt."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     return (write_jsonl(folder / "sft.jsonl", sft_rows(SFT_ROWS, seed)),
@@ -87,9 +85,4 @@ def make_data(folder: str | Path, seed: int = 0, shots: int = 0) -> tuple[Path, 
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where to write sft.jsonl and prompts.jsonl")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shots", type=int, default=0, help="solved questions before the question of every prompt")
-    args = parser.parse_args()
-    print(*make_data(args.folder, args.seed, args.shots))
+    print(*make_data(sys.argv[1], *map(int, sys.argv[2:])))

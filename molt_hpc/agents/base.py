@@ -20,10 +20,11 @@ class Result:
     """What a step of an Env, or a whole ChatAgent run, gives back.
 
     reward: a number; an Env's are added up. observation (Env): what the policy sees next, see `Env.step`. info: numbers become
-    metrics (`info_<name>`, mean per rollout). score: the rollout's quality for pass rates; unset, it is the reward. images:
-    not supported yet, refused if set. sampling_params (Env): a dict for the next turn, any of temperature, max_tokens,
+    metrics (`info_<name>`, mean per rollout). score: the rollout's quality for pass rates; unset, it is the reward. images
+    (Env): what the policy sees next, as bytes, data URIs, paths or PIL images; in a text observation they take the places of its
+    <image> marks, or stand in front of it. sampling_params (Env): a dict for the next turn, any of temperature, max_tokens,
     stop, stop_token_ids, seed. turn_rewards (ChatAgent): one number for each sampled reply, in the order of their requests;
-    an Env's are its steps' rewards.
+    an Env's are its steps' rewards. reinforce and gae credit each turn with its own, and the last one with what remains of the reward.
     """
 
     reward: float = 0.0
@@ -54,7 +55,7 @@ class Env:
     """
 
     def reset(self, state: dict[str, Any]) -> Any:
-        """Called once with {observation: the rendered prompt, messages, label, seed, options}.
+        """Called once with {observation: the rendered prompt, messages, images (data URIs), label, seed, options}.
 
         seed: of this rollout, options: the prompt row's column of that name. Returns the prompt: a text taken as it is, a list
         of messages that the model's template renders, or a dict that holds one of them as `observation`; a tuple's first element
@@ -68,7 +69,8 @@ class Env:
         action_text holds the special token that ended the turn, reply_text does not; observation_text is all before it. The
         result's observation is what the policy sees next: text becomes a user message, with the seams that the model's template
         puts around it; text that opens the next turn itself (labs-molt's habit) and everything without data.apply_chat_template
-        is taken as it is; a list of messages (tool results, for instance) is rendered; a list of numbers are exactly these tokens.
+        is taken as it is; a list of messages (tool results, for instance) is rendered; a list of numbers are exactly these tokens. In a
+        text or tokens taken as they are, the model's placeholder stands once for each of the result's images.
         """
         raise NotImplementedError(f"{type(self).__name__}.step(state) -> Result is missing")
 
@@ -81,7 +83,8 @@ class ChatContext:
     """What a ChatAgent gets: its task and the address of its model.
 
     Point an OpenAI client at `base_url`, an Anthropic client at `session_url`, with `api_key`; every reply is recorded token by
-    token and trained. `judge_url` is the same model (OpenAI) outside the record, with all sampling options.
+    token and trained. images: the prompt's, as data URIs, which stand in `messages` too. `judge_url` is the same model (OpenAI)
+    outside the record, with all sampling options.
     """
 
     messages: list[dict[str, Any]]
@@ -138,27 +141,21 @@ class ChatAgent:
 class AgentRunner:
     """Names the agent of a file that defines several; a file with one Env or ChatAgent needs none."""
 
-    def __init__(self, agent: type[Env | ChatAgent]):
-        if not (isinstance(agent, type) and issubclass(agent, self.kind())):
-            raise TypeError(f"{type(self).__name__} expects a subclass of {' or '.join(k.__name__ for k in self.kind())}, got {agent!r}")
-        self.agent = agent
+    kind: tuple[type, ...] = (Env, ChatAgent)
 
-    @staticmethod
-    def kind() -> tuple[type, ...]:
-        return (Env, ChatAgent)
+    def __init__(self, agent: type[Env | ChatAgent]):
+        if not (isinstance(agent, type) and issubclass(agent, self.kind)):
+            raise TypeError(f"{type(self).__name__} expects a subclass of {' or '.join(k.__name__ for k in self.kind)}, got {agent!r}")
+        self.agent = agent
 
 
 class StepEnvRunner(AgentRunner):
     """`class AgentRunner(StepEnvRunner): def __init__(self): super().__init__(MyEnv)`."""
 
-    @staticmethod
-    def kind() -> tuple[type, ...]:
-        return (Env,)
+    kind = (Env,)
 
 
 class ChatAgentRunner(AgentRunner):
     """The same for a ChatAgent."""
 
-    @staticmethod
-    def kind() -> tuple[type, ...]:
-        return (ChatAgent,)
+    kind = (ChatAgent,)

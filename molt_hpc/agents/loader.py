@@ -6,13 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from molt_hpc.agents.base import (
-    AgentRunner,
-    ChatAgent,
-    ChatAgentRunner,
-    Env,
-    StepEnvRunner,
-)
+from molt_hpc.agents.base import AgentRunner, ChatAgent, ChatAgentRunner, Env, StepEnvRunner
 
 GIVEN = (AgentRunner, StepEnvRunner, ChatAgentRunner)
 

@@ -5,9 +5,8 @@ roles; both lie in <run>/keys.json, readable by the owner only. Whoever lacks th
 and nobody on the wire can read along.
 """
 
-from __future__ import annotations
-
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -81,20 +80,28 @@ def _connect(context: zmq.Context, run: Path, address: str) -> zmq.Socket:
     return socket
 
 
-def _hello(role: str, name: str, attempt: int, extra: dict[str, Any]) -> dict[str, Any]:
-    return {"role": role, "name": name, "attempt": attempt, "pid": os.getpid(), "host": os.uname().nodename} | extra
+def _hello(role: str, name: str, attempt: int) -> dict[str, Any]:
+    return {"role": role, "name": name, "attempt": attempt, "host": os.uname().nodename}
+
+
+def _decode(frames: list[Any]) -> wire.Message:
+    """A message from the broker. Raises RunStopped if it says so."""
+    message = wire.decode(frames)
+    if message.kind == "stop":
+        raise RunStopped(message.fields["reason"])
+    return message
 
 
 class BrokerClient:
     """A blocking client for one thread: requests one at a time, each with a deadline."""
 
-    def __init__(self, run: Path, address: str, role: str, name: str, attempt: int, timeout: float = 60.0, **hello: Any):
+    def __init__(self, run: Path, address: str, role: str, name: str, attempt: int, timeout: float = 60.0):
         self.address, self.name = address, name
         self._context = zmq.Context()
         self._socket = _connect(self._context, Path(run), address)
         self._next_id = self._taken_bytes = 0
         try:
-            self.welcome = self.request("hello", _hello(role, name, attempt, hello), timeout=timeout)
+            self.welcome = self.request("hello", _hello(role, name, attempt), timeout=timeout)
         except Exception:  # nobody else can close what nobody gets
             self.close(linger=0)
             raise
@@ -117,9 +124,7 @@ class BrokerClient:
                 if waiting:
                     waiting()
                 continue
-            message = wire.decode(self._socket.recv_multipart())
-            if message.kind == "stop":
-                raise RunStopped(message.fields["reason"])
+            message = _decode(self._socket.recv_multipart())
             if message.fields.get("reply_to") != self._next_id:
                 continue
             if message.kind == "refused":
@@ -130,9 +135,7 @@ class BrokerClient:
         """The fields of the newest message of this kind that came unasked, without waiting; None if there is none. Raises RunStopped."""
         found = None
         while self._socket.poll(0):
-            message = wire.decode(self._socket.recv_multipart())
-            if message.kind == "stop":
-                raise RunStopped(message.fields["reason"])
+            message = _decode(self._socket.recv_multipart())
             found = message.fields if message.kind == kind else found
         return found
 
@@ -141,9 +144,7 @@ class BrokerClient:
         if not self._socket.poll(timeout * 1000):
             raise TimeoutError(f"{self.name}: no {kind!r} from the broker at {self.address} within {timeout:.0f} s")
         frames = self._socket.recv_multipart(copy=False)
-        message = wire.decode(frames)
-        if message.kind == "stop":
-            raise RunStopped(message.fields["reason"])
+        message = _decode(frames)
         assert message.kind == kind, f"expected {kind}, got {message.kind}"
         self._taken_bytes += sum(len(f) for f in frames)
         if self._taken_bytes >= ACKNOWLEDGE_BYTES:
@@ -169,9 +170,9 @@ class AsyncBrokerClient:
         self._socket = _connect(self._context, Path(run), address)
         self._limit = max_message_bytes
 
-    async def hello(self, role: str, name: str, attempt: int, timeout: float = 60.0, **extra: Any) -> dict[str, Any]:
+    async def hello(self, role: str, name: str, attempt: int, timeout: float = 60.0) -> dict[str, Any]:
         """Introduce this process; returns the broker's welcome. Raises Refused or TimeoutError."""
-        await self.send("hello", _hello(role, name, attempt, extra) | {"request": 0})
+        await self.send("hello", _hello(role, name, attempt))
         # poll and then receive: a cancelled receive may swallow a message
         if not await self._socket.poll(timeout * 1000):
             raise TimeoutError(f"{name}: no welcome from the broker within {timeout:.0f} s")
@@ -186,8 +187,7 @@ class AsyncBrokerClient:
 
     async def send_frames(self, frames: list[Any]) -> None:
         """Send an encoded message."""
-        size = sum(len(f) if isinstance(f, bytes) else f.nbytes for f in frames)
-        if size > self._limit:
+        if (size := wire.size_of(frames)) > self._limit:
             raise wire.WireError(f"a message of {size} bytes, the limit is {self._limit} (broker.max_message_bytes)")
         await self._socket.send_multipart(frames, copy=False)
 
@@ -224,12 +224,10 @@ def wait_for_endpoint(run: Path, attempt: int, timeout: float, alive: Callable[[
     """
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        try:
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
             endpoint = json.loads((run / ENDPOINT).read_text())
             if endpoint["attempt"] == attempt:
                 return endpoint["address"]
-        except (FileNotFoundError, json.JSONDecodeError):
-            pass
         if not alive():
             raise RuntimeError("the broker ended before it was listening")
         time.sleep(0.05)

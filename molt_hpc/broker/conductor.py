@@ -37,8 +37,8 @@ class Conductor:
         self._actor, self._request = b"", 0
         self._engine_seconds: dict[str, dict[str, float]] = {}
         self._probes: dict[str, bytes] = {}
-        self._before: Callable[[float], None] | None = None
-        self._over, self._arrived = False, 0.0
+        self._asked: tuple[bytes, int, int, float] | None = None
+        self._over = False
 
     def describe(self) -> str:
         if self.update is None or self.update.ended:
@@ -51,25 +51,21 @@ class Conductor:
     def begin(self, actor: bytes, request: int, version: int, roll_call_done: bool, now: float) -> None:
         """The actor wants to give `version` to all engines that do not serve it, once the roll call is over."""
         assert self.update is None or self.update.ended, f"version {version} while {self.describe()}"
-        self._arrived = now
-
-        def start(now: float) -> None:
-            self._actor, self._request, self._engine_seconds, self._probes = actor, request, {}, {}
-            ready, members = self._fleet.ready_engines(), self._fleet.stale_engines(version)
-            log.info("update to version %d, epoch %d: pausing %s", version, self._epoch + 1, ", ".join(sorted(members)) or "nobody")
-            self.update = WeightUpdate(version, self._epoch + 1, members, self._timeout, now, self._group, len(members) < len(ready))
-            self.update.seconds["drain"], self._over = now - self._arrived, False
-            self._act(now)
-
-        self._before = start
+        self._asked = actor, request, version, now
         if roll_call_done:
             self.roll_call_done(now)
 
     def roll_call_done(self, now: float) -> None:
         """Every role has reported: begin the update that waited for it."""
-        start, self._before = self._before, None
-        if start:
-            start(now)
+        if self._asked is None:
+            return
+        (self._actor, self._request, version, asked), self._asked = self._asked, None
+        self._engine_seconds, self._probes, self._over = {}, {}, False
+        members, ready = self._fleet.stale_engines(version), self._fleet.ready_engines()
+        log.info("update to version %d, epoch %d: pausing %s", version, self._epoch + 1, ", ".join(sorted(members)) or "nobody")
+        self.update = WeightUpdate(version, self._epoch + 1, members, self._timeout, now, self._group, len(members) < len(ready))
+        self.update.seconds["drain"] = now - asked
+        self._act(now)
 
     def transfer(self, message: wire.Message, request: int, now: float) -> None:
         """The trainer is about to send; its plan (opaque here) goes to every engine with its rank."""

@@ -1,9 +1,9 @@
 """The ledger's records: a prompt's group, its rollouts, a lease, and the bounds that all of them obey."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
+
+from molt_hpc.config import RunConfig
 
 
 class SampleState(StrEnum):
@@ -88,3 +88,11 @@ class LedgerConfig:
     group_timeout: float = 0.0
     filter_range: tuple[float, float] | None = None
     epoch_rows: int = 0
+
+
+def ledger_config(config: RunConfig, total_prompts: int, epoch_rows: int = 0) -> LedgerConfig:
+    """The bounds of a run whose prompt files give `total_prompts`."""
+    rollout, algo = config.rollout, config.algo
+    return LedgerConfig(rollout.batch_size, rollout.n_samples_per_prompt, rollout.min_group_size, config.train.max_lag,
+                        config.broker.max_attempts, config.broker.lease_timeout, total_prompts, config.train.max_steps, rollout.group_timeout,
+                        tuple(algo.dynamic_filtering_range) if algo.dynamic_filtering_enable else None, epoch_rows)

@@ -9,14 +9,11 @@ record that is cut at the end of the last segment is what a crash leaves behind:
 Damage anywhere else is an error. Writing is not enough against a power cut: `sync` makes what was written durable.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import struct
 import threading
 import zlib
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +24,8 @@ import msgpack
 log = logging.getLogger(__name__)
 
 HEAD = struct.Struct("<III")
-WRITE_PARTS = 512
-"""Buffers of one write; the kernel takes at most 1024."""
+BUFFER_BYTES = 1 << 20
+"""Records are gathered up to this size; larger frames are written as they are."""
 
 
 class JournalError(RuntimeError):
@@ -59,25 +56,23 @@ class Journal:
     def __init__(self, folder: Path, number: int, snapshot: dict[str, Any]):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self._file: int | None = None
+        self._file: Any = None
         self._lock = threading.Lock()
-        self._buffered: list[Any] = []
         self.start_segment(number, snapshot)
 
     def start_segment(self, number: int, snapshot: dict[str, Any]) -> None:
         """Begin a segment with a snapshot; the one before is complete and never written again."""
-        self.flush()
         temporary = segment_path(self.folder, number).with_suffix(".tmp")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+        file = open(temporary, "wb", BUFFER_BYTES, opener=lambda path, flags: os.open(path, flags, 0o600))
         self.number, self.size = number, 0
         with self._lock:
-            previous, self._file = self._file, descriptor
+            previous, self._file = self._file, file
         self.append({"kind": "snapshot", "state": snapshot})
         self.flush()
-        os.fdatasync(descriptor)
+        self.sync()
         os.replace(temporary, segment_path(self.folder, number))
         if previous is not None:
-            os.close(previous)
+            previous.close()
 
     def append(self, record: dict[str, Any], frames: list[Any] = ()) -> Place:
         """Add one record, with the frames of a rollout behind it; `flush` writes it. Returns where the frames lie."""
@@ -86,30 +81,20 @@ class Journal:
         # the CRC covers the record; a rollout's frames carry their own checksums in its header
         length = len(body) + sum(lengths) + 4
         head = HEAD.pack(length, zlib.crc32(length.to_bytes(4, "little")), zlib.crc32(body)) + len(body).to_bytes(4, "little")
-        self._buffered += (head, body, *frames)
+        for part in (head, body, *frames):
+            self._file.write(part)
         place = Place(self.number, self.size + len(head) + len(body), lengths)
         self.size += HEAD.size + length
         return place
 
     def flush(self) -> None:
-        """Write what was appended since the last time: nothing may be acknowledged before."""
-        parts, self._buffered = self._buffered, []
-        for first in range(0, len(parts), WRITE_PARTS):
-            self._write(parts[first:first + WRITE_PARTS])
-
-    def _write(self, parts: list[Any]) -> None:
-        views = deque(memoryview(part).cast("B") for part in parts if len(part))
-        while views:
-            written = os.writev(self._file, views)
-            while views and written >= len(views[0]):
-                written -= len(views.popleft())
-            if views and written:
-                views[0] = views[0][written:]
+        """Hand what was appended since the last time to the system: nothing may be acknowledged before."""
+        self._file.flush()
 
     def sync(self) -> None:
         """Make everything that was flushed so far durable; may be called from another thread."""
         with self._lock:
-            descriptor = os.dup(self._file)
+            descriptor = os.dup(self._file.fileno())
         try:
             os.fdatasync(descriptor)
         finally:
@@ -131,11 +116,9 @@ class Journal:
                 segment_path(self.folder, old).unlink()
 
     def close(self) -> None:
-        if self._file is not None:
-            self.flush()
-            self.sync()
-            os.close(self._file)
-            self._file = None
+        self.flush()
+        self.sync()
+        self._file.close()
 
 
 def read_segment(folder: Path, number: int, last: bool) -> Iterator[tuple[dict[str, Any], Place]]:

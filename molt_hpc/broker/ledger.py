@@ -13,12 +13,10 @@ leases given out. What changes the ledger is returned by `events()` and can be a
 (`apply`), which is how the broker recovers from its journal.
 """
 
-from __future__ import annotations
-
-import heapq
 from collections import Counter, OrderedDict, deque
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
 
 from molt_hpc.broker.groups import END_STATES, Grant, Group, GroupState, LedgerConfig, Sample, SampleState
 
@@ -50,8 +48,6 @@ class Ledger:
     skipped_rows: int = 0
     _not_yet: bool = False  # no batch could be shipped, and no group has ended or closed since
     _waiting: deque[tuple[int, int]] = field(default_factory=deque)
-    _deadlines: list[tuple[float, int, int, int]] = field(default_factory=list)
-    _deadlines_limit: int = 1024
     _log: list[dict[str, Any]] = field(default_factory=list)
 
     # events --------------------------------------------------------------------------------
@@ -184,9 +180,6 @@ class Ledger:
         sample.attempt += 1
         if self.config.group_timeout and not group.deadline:
             group.deadline = now + self.config.group_timeout
-        heapq.heappush(self._deadlines, (sample.deadline, group.id, index, sample.attempt))
-        if len(self._deadlines) > self._deadlines_limit:
-            self._forget_deadlines()
         self.leases += 1
         self._record("lease", group=group.id, ordinal=group.ordinal, sample=index, worker=worker, now=now)
         return Grant(group, index, sample.attempt)
@@ -230,40 +223,27 @@ class Ledger:
         if reason:
             self.reasons[reason.splitlines()[0][:120]] += 1
 
-    def _forget_deadlines(self) -> None:
-        """Drop the deadlines of leases that have ended; otherwise they stay until their time comes, at high rates a million of them."""
-        self._deadlines = [entry for entry in self._deadlines if self._leased(*entry[1:])]
-        heapq.heapify(self._deadlines)
-        self._deadlines_limit = 2 * len(self._deadlines) + 1024
-
     def expire(self, now: float) -> list[Grant]:
-        """Take back leases whose time is over (infrastructure faults); returns them."""
-        late = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, group_id, index, attempt = heapq.heappop(self._deadlines)
-            sample = self._leased(group_id, index, attempt)
-            if sample is None:
-                continue
-            if sample.deadline > now:  # it made progress meanwhile
-                heapq.heappush(self._deadlines, (sample.deadline, group_id, index, attempt))
-                continue
-            late.append(Grant(self.groups[group_id], index, attempt))
-            self.fault(group_id, index, attempt, "infrastructure", "the lease expired", now)
-        return late
+        """Take back leases whose time is over; returns them."""
+        return self._take_back(lambda sample: sample.deadline <= now, "the lease expired", now)
+
+    def worker_lost(self, worker: str, now: float) -> list[Grant]:
+        """Take back all leases of a worker that is gone; returns them."""
+        return self._take_back(lambda sample: sample.worker == worker, f"{worker} is gone", now)
+
+    def _take_back(self, wanted: Callable[[Sample], bool], reason: str, now: float) -> list[Grant]:
+        """End the leases of these rollouts as infrastructure faults."""
+        taken = [Grant(group, index, sample.attempt) for group in self.groups.values() if group.unsettled
+                 for index, sample in enumerate(group.samples) if sample.state is SampleState.LEASED and wanted(sample)]
+        for grant in taken:
+            self.fault(grant.group.id, grant.sample, grant.attempt, "infrastructure", reason, now)
+        return taken
 
     def progress(self, group: int, sample: int, attempt: int, now: float) -> None:
         """Tokens came for this lease: its deadline moves on. (Not journalled: after a restart no lease is valid.)"""
         found = self._leased(group, sample, attempt)
         if found is not None:
             found.deadline = now + self.config.lease_timeout
-
-    def worker_lost(self, worker: str, now: float) -> list[Grant]:
-        """Take back all leases of a worker that is gone."""
-        lost = [Grant(g, i, s.attempt) for g in self.groups.values() for i, s in enumerate(g.samples)
-                if s.state == SampleState.LEASED and s.worker == worker]
-        for grant in lost:
-            self.fault(grant.group.id, grant.sample, grant.attempt, "infrastructure", f"{worker} is gone", now)
-        return lost
 
     def recover(self, now: float) -> int:
         """After a restart no lease is valid: give all of them out again, at no cost to their budget. Returns their number."""
@@ -283,29 +263,20 @@ class Ledger:
 
     def snapshot(self) -> dict[str, Any]:
         """The whole state as msgpack types."""
-        plain = ("next_ordinal", "next_group", "current_version", "admission_open", "shipped_steps", "trained_steps", "leases",
-                 "complete", "filtered_in_a_row", "epochs", "rates", "recorded", "skipped_rows")
-        counters = ("ended_groups", "ended_leases", "ended_seconds", "reasons")
-        groups = [[g.id, g.ordinal, g.version, str(g.state), g.step, g.deadline, g.unsettled,
-                   [[str(s.state), s.attempt, s.faults, s.worker, s.granted, s.deadline, s.seconds, s.score] for s in g.samples]]
-                  for g in self.groups.values()]
-        return {name: getattr(self, name) for name in plain} | {name: dict(getattr(self, name)) for name in counters} | {"groups": groups}
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("config", "groups") and not f.name.startswith("_")}
+        return plain | {"groups": [vars(g) | {"samples": [list(vars(s).values()) for s in g.samples]} for g in self.groups.values()]}
 
     @classmethod
-    def from_snapshot(cls, config: LedgerConfig, state: dict[str, Any]) -> Ledger:
+    def from_snapshot(cls, config: LedgerConfig, state: dict[str, Any]) -> Self:
         """The ledger that `snapshot` was taken of."""
         ledger = cls(config)
         for name, value in state.items():
-            if name != "groups":
-                setattr(ledger, name, Counter(value) if isinstance(value, dict) else value)
-        for group_id, ordinal, version, status, step, deadline, unsettled, samples in state["groups"]:
-            group = Group(group_id, ordinal, version, [Sample(SampleState(s[0]), *s[1:]) for s in samples], GroupState(status), step, deadline, unsettled)
-            ledger.groups[group_id] = group
-            for index, sample in enumerate(group.samples):
-                if sample.state == SampleState.WAITING and group.state == GroupState.OPEN:
-                    ledger._waiting.append((group_id, index))
-                elif sample.state == SampleState.LEASED:
-                    heapq.heappush(ledger._deadlines, (sample.deadline, group_id, index, sample.attempt))
+            setattr(ledger, name, Counter(value) if isinstance(value, dict) else value)
+        ledger.groups = OrderedDict()
+        for entry in state["groups"]:
+            samples = [Sample(SampleState(first), *rest) for first, *rest in entry["samples"]]
+            group = ledger.groups[entry["id"]] = Group(**(entry | {"state": GroupState(entry["state"]), "samples": samples}))
+            ledger._waiting.extend((group.id, index) for index, sample in enumerate(samples) if sample.state == SampleState.WAITING)
         return ledger
 
     # groups --------------------------------------------------------------------------------
@@ -360,10 +331,6 @@ class Ledger:
 
     # batches -------------------------------------------------------------------------------
 
-    def last_step(self, group: Group) -> int:
-        """The last batch that this group may be in without exceeding max_lag."""
-        return group.version + self.config.max_lag + 1
-
     def ship(self, step: int | None = None) -> tuple[int, list[Group]] | None:
         """The next batch as (step, groups), or None if it is not complete.
 
@@ -393,8 +360,8 @@ class Ledger:
                 return None
         batch = sorted((self.groups[g] for g in self.complete), key=lambda g: g.version)[:size]
         chosen = {g.id for g in batch}
-        # how many of the groups that stay behind must be trained by each later batch; a batch holds `size`
-        due = Counter(max(self.last_step(g) - step, 0) for g in self.groups.values()
+        # a group may be in batch version + max_lag + 1 at the latest: how many of those that stay behind are due by each later batch
+        due = Counter(max(g.version + self.config.max_lag + 1 - step, 0) for g in self.groups.values()
                       if g.id not in chosen and g.state in (GroupState.OPEN, GroupState.COMPLETE))
         behind = 0
         for later in range(self.config.max_lag + 1):
@@ -429,6 +396,15 @@ class Ledger:
         """Groups by state, ended ones included; their sum is the number of groups ever admitted."""
         live = Counter(str(g.state) for g in self.groups.values())
         return {str(state): live[str(state)] + self.ended_groups[state] for state in GroupState}
+
+    def totals(self) -> Counter[str]:
+        """What has ended so far: groups, leases and their seconds by end state, failed rollouts by kind of fault."""
+        counts = Counter({f"groups_{state}": self.ended_groups[state] for state in (GroupState.TRAINED, GroupState.FILTERED, GroupState.DROPPED)})
+        counts.update({f"leases_{end}": self.ended_leases[end] for end in END_STATES})
+        counts.update({f"rollout_seconds_{end}": self.ended_seconds[end] for end in END_STATES})
+        for kind in ("infrastructure", "data"):
+            counts[f"failed_rollouts_{kind}"] = sum(n for reason, n in self.reasons.items() if reason.startswith(f"{kind}:"))
+        return counts
 
     def balance(self) -> int:
         """Leases given out minus leases that are out, finished or ended, plus the same of groups: always 0."""

@@ -4,8 +4,6 @@ A file is deleted when no group that is under way refers to it and its producer 
 has begun another one, or is gone.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ the engines updated (`update_begin`, `update_transfer`, `update_sent`) and repor
 Nothing here blocks: whoever must wait is answered later, and every wait has a deadline in `_tick`.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time
@@ -20,15 +18,12 @@ import numpy as np
 import zmq
 
 from molt_hpc import wire
-from molt_hpc.broker.client import ENDPOINT, read_keys, write_private
+from molt_hpc.broker.client import ENDPOINT, Refused, read_keys, write_private
 from molt_hpc.broker.conductor import Conductor
 from molt_hpc.broker.fleet import RESTART_PATIENCE, Fleet, Peer
-from molt_hpc.broker.front import Front
-from molt_hpc.broker.ledger import END_STATES, Grant, GroupState, LedgerConfig
-from molt_hpc.broker.outgoing import Outgoing
-from molt_hpc.broker.recovery import recover
-from molt_hpc.broker.referred import Referred
-from molt_hpc.broker.store import Store
+from molt_hpc.broker.front import Front, Outgoing
+from molt_hpc.broker.groups import Grant, ledger_config
+from molt_hpc.broker.store import Store, recover
 from molt_hpc.config import RunConfig
 from molt_hpc.data.prompts import PromptOrder
 from molt_hpc.records import Lease
@@ -42,12 +37,8 @@ BURST = 128
 FAULT_WINDOW, FAULT_MINIMUM = 64, 16
 """The data-fault rate is taken over the last 64 ended rollouts, once 16 have ended."""
 
-
-def ledger_config(config: RunConfig, total_prompts: int, epoch_rows: int = 0) -> LedgerConfig:
-    rollout, algo = config.rollout, config.algo
-    return LedgerConfig(rollout.batch_size, rollout.n_samples_per_prompt, rollout.min_group_size, config.train.max_lag,
-                        config.broker.max_attempts, config.broker.lease_timeout, total_prompts, config.train.max_steps, rollout.group_timeout,
-                        tuple(algo.dynamic_filtering_range) if algo.dynamic_filtering_enable else None, epoch_rows)
+HANDLED = dict[str, Any] | None
+"""What a handler returns: the fields of its reply, or None if there is none or it has been sent."""
 
 
 class Broker:
@@ -59,25 +50,20 @@ class Broker:
         self.ledger, places, segment = recover(run / "journal", ledger_config(config, self.prompts.total, self.prompts.epoch_rows), time.time())
         for rows in self.ledger.epochs:
             self.prompts.begin_epoch(rows)
-        self.store = Store(run / "journal", self.ledger, places, segment, config.broker.memory_bytes)
+        self.store = Store(run, self.ledger, places, segment, config.broker.memory_bytes)
         self.fleet = Fleet(config.broker.max_worker_faults, RESTART_PATIENCE if config.launch.max_restarts else 0.0)
-        self.referred = Referred(run)
-        for key in places:
-            if reference := wire.decode_header(self.store.header(*key))["fields"].get("reference"):
-                self.referred.add(key[0], reference)
-        self.referred.delete_others()
         self.phase, self.reason = "roll_call", ""
         self.expected = ["actor", *(f"rollout_n{i}" for i in range(config.rollout.num_nodes))]
         self.board: dict[str, Any] = {}
         self.step_lines: list[str] = []
-        self.bad_frames: Counter[str] = Counter()
+        self.bad_frames = 0
         self.outcomes: deque[bool] = deque(maxlen=FAULT_WINDOW)
         self.answers: dict[bytes, dict[str, list[Any]]] = {}
         self.batch_request: tuple[bytes, int, float] | None = None
         self.stale = False
         self.engines_lost: list[str] = []
         self.next_report = 0.0
-        self.last_counts: Counter[str] = self._counts()
+        self.last_counts: Counter[str] = self.ledger.totals()
         self.started = self.last_usable = time.monotonic()
         self.loop_seconds: deque[float] = deque(maxlen=10_000)
         self.conductor = Conductor(config, self.fleet, self._send, self._reply, self._opened, self.engines_lost.append, self.fail)
@@ -104,10 +90,7 @@ class Broker:
         while self.phase not in ("done", "failed"):
             self.front.socket.poll(TICK * 1000)
             began = time.monotonic()
-            for _ in range(BURST):
-                frames = self.front.receive()
-                if frames is None:
-                    break
+            for frames in self.front.waiting(BURST):
                 self._receive(frames)
             if began >= next_tick:
                 self._tick(time.monotonic())
@@ -127,26 +110,33 @@ class Broker:
         try:
             message = wire.decode(frames[1:], self.config.broker.max_message_bytes)
         except wire.WireError as error:
-            self.bad_frames[str(error)[:80]] += 1
-            if self.bad_frames.total() <= 20:
+            self.bad_frames += 1
+            if self.bad_frames <= 20:
                 log.warning("a message that is not ours was dropped: %s", error)
             return
-        peer, request = self.fleet.peers.get(identity), message.fields.get("request", 0)
-        handler = getattr(self, f"on_{message.kind}", None)
+        request = message.fields.get("request", 0)
+        try:
+            reply = self._handle(identity, message, request)
+            if reply is not None:
+                self._reply(identity, request, "ok", reply)
+        except Refused as error:
+            self._reply(identity, request, "refused", {"reason": str(error)})
+        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:  # a field is missing or wrong
+            self.bad_frames += 1
+            self._reply(identity, request, "refused", {"reason": f"{message.kind}: bad field: {error!r}"})
+        self.store.commit()
+
+    def _handle(self, identity: bytes, message: wire.Message, request: int) -> HANDLED:
+        """Call the handler `on_<kind>`. Raises Refused."""
         if message.kind == "hello":
-            self.on_hello(identity, request, message.fields)
-        elif peer is None:
-            self._reply(identity, request, "refused", {"reason": "say hello first"})
-        elif handler is None:
-            self._reply(identity, request, "refused", {"reason": f"unknown message {message.kind!r}"})
-        else:
-            peer.last_seen = time.monotonic()
-            try:
-                handler(peer, message, request)
-            except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:  # a field is missing or of the wrong type: the sender's fault
-                self.bad_frames[f"{message.kind}: {error!r}"[:80]] += 1
-                self._reply(identity, request, "refused", {"reason": f"{message.kind}: bad field: {error!r}"})
-            self.store.commit()
+            return self._hello(identity, request, message.fields)
+        peer, handler = self.fleet.peers.get(identity), getattr(self, f"on_{message.kind}", None)
+        if peer is None:
+            raise Refused("say hello first")
+        if handler is None:
+            raise Refused(f"unknown message {message.kind!r}")
+        peer.last_seen = time.monotonic()
+        return handler(peer, message, request)
 
     def _tick(self, now: float) -> None:
         for grant in self.ledger.expire(time.time()):
@@ -160,6 +150,7 @@ class Broker:
         if self.phase == "roll_call" and now - self.started > self.config.launch.roll_call_timeout:
             self.fail(f"roll call: no report within {self.config.launch.roll_call_timeout:.0f} s from {', '.join(self.missing())}")
         self._check_fleet(now)
+        self.stale = bool(self.fleet.stale_engines(self.ledger.current_version))
         if self.ledger.filtered_in_a_row > self.config.broker.max_filtered_groups:
             seen = "; ".join(f"{count} x {reason}" for reason, count in self.ledger.reasons.most_common() if "mean score" in reason)
             self.fail(f"{self.ledger.filtered_in_a_row} groups in a row were filtered (broker.max_filtered_groups): {seen}")
@@ -185,16 +176,11 @@ class Broker:
     def _lose(self, peer: Peer, reason: str) -> None:
         lost = self.ledger.worker_lost(peer.name, time.time()) if peer.role == "rollout" else []
         self.fleet.remove(peer)
-        self.referred.gone(peer.identity)
+        self.store.referred.gone(peer.identity)
         self.store.commit()
         log.error("%s on %s is gone (%s); %d leases go to others", peer.name, peer.host, reason, len(lost))
         engines = {engine: state.lost_at() for engine, state in peer.engines.items()}
         self.conductor.engines_lost(engines, f"{peer.name} is gone ({reason})", time.monotonic())
-        self._look_for_stale()
-
-    def _look_for_stale(self) -> None:
-        """Whether engines need the current weights; after every change, since a turn of the loop must not ask thousands."""
-        self.stale = bool(self.fleet.stale_engines(self.ledger.current_version))
 
     def _close_late(self, group: int) -> None:
         cut = self.ledger.close_group(group, time.time())
@@ -211,9 +197,8 @@ class Broker:
 
     def _say_goodbye(self) -> None:
         log.info("the run is %s%s", self.phase, f": {self.reason}" if self.reason else "")
-        self.store.close()
         for peer in list(self.fleet.peers.values()):
-            self.referred.gone(peer.identity)
+            self.store.referred.gone(peer.identity)
             if peer.role != "supervisor":
                 self._send(peer.identity, "stop", {"reason": self.reason or "the run is done"})
         # the supervisor asks once a second: let it hear the end before the socket closes
@@ -221,17 +206,16 @@ class Broker:
         while time.monotonic() < deadline:
             if self.front.socket.poll(200):
                 frames = self.front.socket.recv_multipart(copy=False)
-                with_status = len(frames) > 1 and b"status" in frames[1].bytes[:200]
-                if with_status:
+                if len(frames) > 1 and b"status" in frames[1].bytes[:200]:
                     self._receive(frames)
+        self.store.close()
         self.front.close()
 
     # everybody -----------------------------------------------------------------------------
 
-    def on_hello(self, identity: bytes, request: int, fields: dict[str, Any]) -> None:
+    def _hello(self, identity: bytes, request: int, fields: dict[str, Any]) -> None:
         if fields.get("attempt") != self.attempt:
-            self._reply(identity, request, "refused", {"reason": f"this is attempt {self.attempt}, not {fields.get('attempt')}"})
-            return
+            raise Refused(f"this is attempt {self.attempt}, not {fields.get('attempt')}")
         role, name = str(fields.get("role")), str(fields.get("name"))
         for old in [p for p in self.fleet.workers() if p.name == name and role == "rollout"]:
             self._lose(old, "it said hello again")
@@ -245,41 +229,40 @@ class Broker:
         ready = {p.name for p in self.fleet.peers.values() if p.ready}
         return [name for name in self.expected if name not in ready]
 
-    def on_ready(self, peer: Peer, message: wire.Message, request: int) -> None:
+    def on_ready(self, peer: Peer, message: wire.Message, request: int) -> HANDLED:
         peer.ready = True
         for engine, world_size in message.fields.get("engines", {}).items():
             self.fleet.engine_ready(peer, engine, int(world_size))
-        self._look_for_stale()
         log.info("%s is ready%s", peer.name, f" with {', '.join(peer.engines)}" if peer.engines else "")
         if self.phase == "roll_call" and not self.missing():
             self.phase = "running"
             log.info("every role has reported after %.1f s", time.monotonic() - self.started)
             self.conductor.roll_call_done(time.monotonic())
         self.conductor.expire(time.monotonic())
-        self._reply(peer.identity, request, "ok", {})
+        return {}
 
-    def on_status(self, peer: Peer, message: wire.Message, request: int) -> None:
+    def on_status(self, peer: Peer, message: wire.Message, request: int) -> HANDLED:
         first = int(message.fields.get("lines_from", 0))
         latency = sorted(self.loop_seconds)
-        self._reply(peer.identity, request, "status", {
+        return {
             "phase": self.phase, "reason": self.reason, "missing": self.missing(), "step": self.ledger.trained_steps,
             "total_steps": self.ledger.total_steps, "version": self.ledger.current_version, "groups": self.ledger.counts(),
             "awaited": self.ledger.awaited(), "update": self.conductor.describe(), "step_lines": self.step_lines[first:],
             "workers": {p.name: p.describe() for p in self.fleet.workers()[:64]}, "worker_count": len(self.fleet.workers()),
             "lease_ends": dict(self.ledger.ended_leases), "reasons": dict(self.ledger.reasons.most_common(10)),
-            "cached_bytes": self.store.cached_bytes, "bad_frames": self.bad_frames.total(),
-            "loop_p99_seconds": latency[int(0.99 * (len(latency) - 1))] if latency else 0.0})
+            "cached_bytes": self.store.cached_bytes, "bad_frames": self.bad_frames,
+            "loop_p99_seconds": latency[int(0.99 * (len(latency) - 1))] if latency else 0.0}
 
-    def on_stop(self, peer: Peer, message: wire.Message, request: int) -> None:
-        self._reply(peer.identity, request, "ok", {})
+    def on_stop(self, peer: Peer, message: wire.Message, request: int) -> HANDLED:
         self.fail(str(message.fields.get("reason", "stopped")))
+        return {}
 
-    def on_publish(self, peer: Peer, message: wire.Message, request: int) -> None:
+    def on_publish(self, peer: Peer, message: wire.Message, request: int) -> HANDLED:
         self.board[message.fields["key"]] = message.fields["value"]
-        self._reply(peer.identity, request, "ok", {})
+        return {}
 
-    def on_lookup(self, peer: Peer, message: wire.Message, request: int) -> None:
-        self._reply(peer.identity, request, "ok", {"value": self.board.get(message.fields["key"])})
+    def on_lookup(self, peer: Peer, message: wire.Message, request: int) -> HANDLED:
+        return {"value": self.board.get(message.fields["key"])}
 
     # rollout workers -----------------------------------------------------------------------
 
@@ -302,21 +285,16 @@ class Broker:
         fields = message.fields
         key, reference = (fields["group_id"], fields["sample"]), fields.get("reference")
         if reference:
-            self.referred.seen(peer.identity, reference)
+            self.store.referred.seen(peer.identity, reference)
         if self.ledger.finish(*key, fields["attempt"], float(fields.get("seconds", 0.0)), float(fields.get("score", 0.0))):
             if reference:
-                self.referred.add(key[0], reference)
+                self.store.referred.add(key[0], reference)
             self.store.commit(wire.relay_frames(message))
-            self._forget_if_ended(key[0])
+            self.store.forget_ended(key[0])
             self.fleet.rollout_finished(peer)
             self.outcomes.append(True)
         self._answer(peer, "accepted", f"{key[0]}.{key[1]}.{fields['attempt']}")
         self.fleet.ask(peer, int(fields.get("credits", 0)))
-
-    def _forget_if_ended(self, group: int) -> None:
-        if group not in self.ledger.groups:
-            self.store.forget(group)
-            self.referred.ended(group)
 
     def on_fault(self, peer: Peer, message: wire.Message, request: int) -> None:
         fields = message.fields
@@ -324,7 +302,7 @@ class Broker:
         if not self.ledger.fault(fields["group_id"], fields["sample"], fields["attempt"], fields["fault"], fields["reason"], time.time()):
             return
         self.store.commit()
-        self._forget_if_ended(fields["group_id"])
+        self.store.forget_ended(fields["group_id"])
         log.warning("%s fault of group %d sample %d attempt %d on %s: %s", fields["fault"], fields["group_id"], fields["sample"],
                     fields["attempt"], peer.name, fields["reason"])
         with open(self.run / "quarantine.jsonl", "a") as file:
@@ -344,11 +322,9 @@ class Broker:
 
     def on_engine_gone(self, peer: Peer, message: wire.Message, request: int) -> None:
         self.conductor.engine_gone(peer, message.fields, time.monotonic())
-        self._look_for_stale()
 
     def on_engine_ready(self, peer: Peer, message: wire.Message, request: int) -> None:
         self.conductor.engine_ready(peer, message.fields, time.monotonic())
-        self._look_for_stale()
 
     def _begin_epochs(self) -> None:
         """Choose the prompts of the next epoch (data.difficulty_sampling); journalled, so that an attempt after this one has the same."""
@@ -398,7 +374,6 @@ class Broker:
     def on_next_batch(self, peer: Peer, message: wire.Message, request: int) -> None:
         self.batch_request = (peer.identity, request, time.monotonic())
         self.outgoing.clear(peer.identity)
-        self._look_for_stale()
         self.next_report = time.monotonic() + 20
 
     def on_got(self, peer: Peer, message: wire.Message, request: int) -> None:
@@ -415,30 +390,27 @@ class Broker:
         shipped = (step, again) if again else self.ledger.ship()
         self.store.commit()
         if shipped is not None:
-            self.batch_request = None
-            self._send_batch(identity, request, *shipped)
+            self.batch_request, (step, groups) = None, shipped
+            keys = [(group.id, sample) for group in groups for sample in group.finished()]
+            self._reply(identity, request, "batch", {"step": step, "rollouts": len(keys), "version": self.ledger.current_version})
+            self.outgoing.add(keys)
         elif self.ledger.done():
             self.batch_request = None
             self._reply(identity, request, "end", {"steps": self.ledger.trained_steps})
-        elif self.stale:
+        elif self.stale and self.fleet.stale_engines(self.ledger.current_version):  # `stale` since not every turn may ask thousands
             self.batch_request = None
             self._reply(identity, request, "republish", {"version": self.ledger.current_version})
 
-    def _send_batch(self, identity: bytes, request: int, step: int, groups: list[Any]) -> None:
-        keys = [(g.id, sample) for g in groups for sample in g.finished()]
-        self._reply(identity, request, "batch", {"step": step, "rollouts": len(keys), "version": self.ledger.current_version})
-        self.outgoing.add(keys)
-
-    def on_trained(self, peer: Peer, message: wire.Message, request: int) -> None:
+    def on_trained(self, peer: Peer, message: wire.Message, request: int) -> HANDLED:
         step = message.fields["step"]
         groups = [g.id for g in self.ledger.batch(step)]
         self.ledger.close_admission()
         self.ledger.trained(step)
         self.store.commit()
         for group in groups:
-            self._forget_if_ended(group)
+            self.store.forget_ended(group)
         self.store.step_done()
-        self._reply(peer.identity, request, "ok", {})
+        return {}
 
     def on_update_begin(self, peer: Peer, message: wire.Message, request: int) -> None:
         version = message.fields["version"]
@@ -458,18 +430,8 @@ class Broker:
             self.ledger.version(version)
             self.store.commit()
 
-    def _counts(self) -> Counter[str]:
-        """Everything that a step's record shows the difference of."""
-        ledger = self.ledger
-        counts = Counter({f"groups_{state}": ledger.ended_groups[state] for state in (GroupState.TRAINED, GroupState.FILTERED, GroupState.DROPPED)})
-        counts.update({f"leases_{end}": ledger.ended_leases[end] for end in END_STATES})
-        counts.update({f"rollout_seconds_{end}": ledger.ended_seconds[end] for end in END_STATES})
-        for kind in ("infrastructure", "data"):
-            counts[f"failed_rollouts_{kind}"] = sum(n for reason, n in ledger.reasons.items() if reason.startswith(f"{kind}:"))
-        return counts
-
-    def on_step_done(self, peer: Peer, message: wire.Message, request: int) -> None:
-        counts = self._counts()
+    def on_step_done(self, peer: Peer, message: wire.Message, request: int) -> HANDLED:
+        counts = self.ledger.totals()
         record = dict(message.fields["metrics"]) | {"attempt": self.attempt}
         record |= {name: counts[name] - self.last_counts[name] for name in counts}
         record |= {"groups_in_flight": len(self.ledger.groups), "ledger_balance": self.ledger.balance()}
@@ -477,11 +439,11 @@ class Broker:
         record["engines_lost"], self.engines_lost[:] = self.engines_lost[:], []
         self.last_counts = counts
         self.step_lines.append(self.step_sink(record | {"total_steps": self.ledger.planned_steps}))
-        self._reply(peer.identity, request, "ok", {})
+        return {}
 
-    def on_finished(self, peer: Peer, message: wire.Message, request: int) -> None:
-        self._reply(peer.identity, request, "ok", {})
+    def on_finished(self, peer: Peer, message: wire.Message, request: int) -> HANDLED:
         if self.ledger.done():
             self.phase = "done"
         else:
             self.fail(f"the actor finished after step {self.ledger.trained_steps} of {self.ledger.total_steps}")
+        return {}

@@ -136,7 +136,9 @@ class WeightUpdate:
         if self.phase == Phase.TRANSFERRING:
             self._suspects[engine] = reason
             self._abort(now)
-        elif self.phase in (Phase.PAUSING, Phase.ABORTING, Phase.RESUMING):
+        elif self.phase == Phase.ABORTING:  # said before it heard of the abort, to which it will answer too
+            self._suspects.setdefault(engine, reason)
+        elif self.phase in (Phase.PAUSING, Phase.RESUMING):
             self.lost(engine, reason, now)
 
     def lost(self, engine: str, reason: str, now: float) -> None:

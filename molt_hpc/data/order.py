@@ -4,12 +4,11 @@ Every draw comes from a stream of its own, named by (seed, epoch, purpose), so t
 is left out of an epoch does not change the places of the others in their file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+
+from molt_hpc.config import DataConfig
 
 _KEEP, _FILE = 0, 1
 
@@ -18,22 +17,15 @@ def _stream(seed: int, epoch: int, *purpose: int) -> np.random.Generator:
     return np.random.default_rng(np.random.SeedSequence([seed, epoch], spawn_key=purpose))
 
 
-@dataclass(frozen=True)
-class Thresholds:
-    """Rows with a pass rate >= `easy` (<= `hard`) stay in an epoch with probability `easy_fraction` (`hard_fraction`)."""
+def kept_rows(rates: np.ndarray, config: DataConfig, seed: int, epoch: int) -> np.ndarray:
+    """bool [R]: which rows an epoch holds. rates: float32 [R], the last recorded pass rate of each row, NaN for none.
 
-    easy: float
-    hard: float
-    easy_fraction: float
-    hard_fraction: float
-
-
-def kept_rows(rates: np.ndarray, thresholds: Thresholds, seed: int, epoch: int) -> np.ndarray:
-    """bool [R]: which rows an epoch holds. rates: float32 [R], the last recorded pass rate of each row, NaN for none."""
+    Rows with a rate >= `easy_threshold` (<= `hard_threshold`) stay with probability `easy_fraction` (`hard_fraction`).
+    """
     drawn = _stream(seed, epoch, _KEEP).random(len(rates))
     probability = np.ones(len(rates))
-    probability[rates >= thresholds.easy] = thresholds.easy_fraction
-    probability[rates <= thresholds.hard] = thresholds.hard_fraction
+    probability[rates >= config.easy_threshold] = config.easy_fraction
+    probability[rates <= config.hard_threshold] = config.hard_fraction
     return drawn < probability
 
 

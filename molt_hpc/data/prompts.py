@@ -5,58 +5,59 @@ that ordinal k names the same prompt in every attempt of a run. Rows are read on
 error with file and line.
 """
 
-from __future__ import annotations
-
 import bisect
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from molt_hpc.config import DataConfig, RunConfig
-from molt_hpc.data.order import Thresholds, epoch_order, kept_rows
+from molt_hpc.data.media import messages_with_images
+from molt_hpc.data.order import epoch_order, kept_rows
 from molt_hpc.options import comma_list
 from molt_hpc.records import Prompt
 
 
-def prompt_files(config: DataConfig) -> list[Path]:
-    """The files of data.prompt_dataset, in its order."""
-    return [Path(name) for name in comma_list(config.prompt_dataset)]
-
-
-def read_rows(config: DataConfig) -> list[dict[str, Any]]:
-    """All rows of all prompt files, file after file, as Prompt fields without an ordinal.
+def read_files(config: DataConfig) -> list[list[dict[str, Any]]]:
+    """The rows of each file of data.prompt_dataset, in its order, as Prompt fields without an ordinal.
 
     Raises ValueError `file:line: reason` for the first line that is not JSON, lacks the input column or holds
     neither text nor messages.
     """
-    return [row for path in prompt_files(config) for row in _read_file(config, path)]
+    return [_read_file(config, Path(name)) for name in comma_list(config.prompt_dataset)]
+
+
+def json_rows(path: Path, option: str, key: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(`file:line`, the text, its object) of every line of a JSONL file that is not blank.
+
+    Raises ValueError if there is no such file, and `file:line: reason` at the first line that is no object with the column `key`.
+    """
+    if not path.is_file():
+        raise ValueError(f"{option}: there is no file {path}")
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                raw = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from None
+            if not isinstance(raw, dict) or key not in raw:
+                raise ValueError(f"{path}:{number}: expected an object with the column {key!r} (data.input_key)")
+            yield f"{path}:{number}", line, raw
 
 
 def _read_file(config: DataConfig, path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        raise ValueError(f"data.prompt_dataset: there is no file {path}")
-    rows = []
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                rows.append(_row(config, path, number, line))
+    rows = [_row(config, path, *row) for row in json_rows(path, "data.prompt_dataset", config.input_key)]
     if not rows:
         raise ValueError(f"data.prompt_dataset: {path} has no rows")
     return rows
 
 
-def _row(config: DataConfig, path: Path, number: int, line: str) -> dict[str, Any]:
-    where = f"{path}:{number}"
-    try:
-        raw = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
-    if not isinstance(raw, dict) or config.input_key not in raw:
-        raise ValueError(f"{where}: expected an object with the column {config.input_key!r} (data.input_key)")
+def _row(config: DataConfig, path: Path, where: str, line: str, raw: dict[str, Any]) -> dict[str, Any]:
     value = raw[config.input_key]
     row: dict[str, Any] = {"label": raw.get(config.label_key), "source": str(raw.get("source", path.stem)),
                            "id": str(raw.get("id", hashlib.sha256(line.encode()).hexdigest()[:16])), "options": raw.get("options")}
@@ -64,19 +65,19 @@ def _row(config: DataConfig, path: Path, number: int, line: str) -> dict[str, An
         row["tools"] = json.loads(raw["tools"]) if isinstance(raw.get("tools"), str) else raw.get("tools")
     except json.JSONDecodeError:
         raise ValueError(f"{where}: 'tools' is neither a list nor a list as JSON text") from None
-    if isinstance(value, str):
+    images = raw.get("images") or []
+    if isinstance(value, str) and not images:
         return row | {"text": value}
+    value = [{"role": "user", "content": value}] if isinstance(value, str) else value
     good = isinstance(value, list) and value and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value)
     if not good:
         raise ValueError(f"{where}: {config.input_key!r} is neither text nor a list of messages with a role")
     if not config.apply_chat_template:
-        raise ValueError(f"{where}: {config.input_key!r} is a list of messages, which needs data.apply_chat_template")
-    return row | {"messages": value}
-
-
-def check_prompts(config: RunConfig) -> int:
-    """Read the prompt files and throw them away; returns the number of rows."""
-    return len(read_rows(config.data))
+        raise ValueError(f"{where}: {config.input_key!r} is a list of messages or has images, which needs data.apply_chat_template")
+    try:
+        return row | {"messages": messages_with_images(value, images, path.parent)}
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 class PromptOrder:
@@ -88,7 +89,7 @@ class PromptOrder:
 
     def __init__(self, config: RunConfig):
         self._config, self._seed = config.data, config.train.seed
-        parts = [_read_file(config.data, path) for path in prompt_files(config.data)]
+        parts = read_files(config.data)
         self._rows = [row for part in parts for row in part]
         self._file_of_row = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
         self.total = len(self._rows) * config.train.num_episodes
@@ -131,10 +132,8 @@ class PromptOrder:
         known = np.frombuffer(rates, "<f4").copy() if rates else np.full(len(self._rows), np.nan, "<f4")
         for ordinal, rate in recorded:
             known[self.row(ordinal)] = rate
-        config = self._config
-        thresholds = Thresholds(config.easy_threshold, config.hard_threshold, config.easy_fraction, config.hard_fraction)
         epoch = len(self._starts) - 1
-        order = self._drawn(epoch, kept_rows(known, thresholds, self._seed, epoch))
+        order = self._drawn(epoch, kept_rows(known, self._config, self._seed, epoch))
         return order.astype("<i4").tobytes(), known.tobytes()
 
     def begin_epoch(self, rows: bytes) -> None:

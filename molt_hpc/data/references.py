@@ -5,8 +5,6 @@ them durable before it tells of them; the header names file and offset, the rank
 and the broker, which never opens a file, deletes it when all that it holds is trained or dropped.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import uuid
@@ -18,11 +16,6 @@ from molt_hpc import wire
 FOLDER = "rollouts"
 FILE_BYTES = 256 << 20
 """A producer begins a new file when its present one has grown beyond this."""
-
-
-def size_of(frames: list[Any]) -> int:
-    """Bytes of encoded frames."""
-    return sum(f.nbytes if hasattr(f, "nbytes") else len(f) for f in frames)
 
 
 class Producer:
@@ -53,10 +46,11 @@ class Producer:
 
     def _append(self, file: Any, message: list[Any]) -> list[Any]:
         decoded = wire.decode(message)
-        reference = {"file": Path(file.name).name, "offset": self._size, "specs": decoded.specs, "lengths": [size_of([f]) for f in message[1:]]}
+        lengths = [wire.size_of([frame]) for frame in message[1:]]
+        reference = {"file": Path(file.name).name, "offset": self._size, "specs": decoded.specs, "lengths": lengths}
         for frame in message[1:]:
             file.write(frame)
-        self._size += sum(reference["lengths"])
+        self._size += sum(lengths)
         return wire.encode(decoded.kind, decoded.fields | {"reference": reference})
 
 

@@ -15,14 +15,18 @@ A shard opens with plain `safetensors` and no code of this project. Its arrays:
     extra.NAME [M, ...]           what only some runs have, all segments end to end
     extra_offsets.NAME int64 [S+1]  segment s has the rows offsets[s]:offsets[s+1], none where they are equal
 
+Extras: kept_counts int32, one for each sampled token, and kept_ids int32, the ids among which these were sampled, token by token
+(rollout.top_k); routed_experts uint8 or int16 [T-1, layers, k] of all tokens but the segment's last one (train.routing_replay).
+
 The metadata (text) holds `schema`, `step`, `version` (of the weights that the step starts from) and
-`rollouts`, a JSON list with id, prompt, stop reason, turns, seconds, info and turn rewards of each rollout.
+`rollouts`, a JSON list with id, prompt, stop reason, turns, seconds and info of each rollout.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import uuid
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -112,7 +116,7 @@ def build_batch(step: int, version: int, rollouts: list[Rollout]) -> Batch:
         group_ordinal=np.array(ordinals, np.int64), extras=extras,
         rollouts=[{"group_id": r.group_id, "sample": r.sample, "attempt": r.attempt, "prompt": r.prompt.to_header(),
                    "stop_reason": r.stop_reason, "terminated": r.terminated, "truncated": r.truncated,
-                   "turns": r.turns, "seconds": r.seconds, "info": r.info, "turn_rewards": r.turn_rewards} for r in rollouts])
+                   "turns": r.turns, "seconds": r.seconds, "info": r.info} for r in rollouts])
 
 
 def shard_path(run: Path, step: int) -> Path:
@@ -120,16 +124,20 @@ def shard_path(run: Path, step: int) -> Path:
 
 
 def write_shard(run: Path, step: int, raw: bytes) -> Path:
-    """Write a shard whole or not at all: temporary name, fsync, rename."""
     path = shard_path(run, step)
+    write_whole(path, raw)
+    return path
+
+
+def write_whole(path: Path, raw: bytes) -> None:
+    """Write a file whole or not at all: temporary name, fsync, rename. Others may write the same file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     with open(temporary, "wb") as file:
         file.write(raw)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    return path
 
 
 def read_shard(run: Path, step: int) -> Batch:

@@ -6,8 +6,6 @@ ends, and it ends with the first special token after it, the one that the model 
 with. The text is then tokenised in pieces cut at these places, as it is when the model is sampled from.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -45,19 +43,16 @@ def render_with_mask(tokenizer: Any, messages: list[dict[str, Any]],
     text = _render(tokenizer, messages, tools)
     spans = [_reply_span(tokenizer, messages, tools, text, index)
              for index, message in enumerate(messages) if message["role"] == "assistant"]
-    ids, mask, at = [], [], 0
     special = {*tokenizer.all_special_ids, *(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)}
+    pieces, at = [], 0  # tokens, and whether they are learned
     for start, end in spans:
-        ids += (pending := _tokenise(tokenizer, text[at:start]))
-        mask += [False] * len(pending)
-        reply = _tokenise(tokenizer, text[start:end])
-        ids, mask, at = ids + reply, mask + [True] * len(reply), end
         stop, length = _end_of_turn(tokenizer, text[end:], special)
-        ids, mask, at = ids + stop, mask + [True] * len(stop), at + length
-    ids += (pending := _tokenise(tokenizer, text[at:]))
-    mask = np.array(mask + [False] * len(pending), bool)
+        pieces += [(_tokenise(tokenizer, text[at:start]), False), (_tokenise(tokenizer, text[start:end]), True), (stop, True)]
+        at = end + length
+    pieces.append((_tokenise(tokenizer, text[at:]), False))
+    mask = np.array([learned for tokens, learned in pieces for _ in tokens], bool)
     mask[:1] = False
-    return np.array(ids, np.int32), mask
+    return np.array([token for tokens, _ in pieces for token in tokens], np.int32), mask
 
 
 def _render(tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, prompt: bool = False) -> str:

@@ -1,10 +1,8 @@
 """One record a step: into metrics.jsonl always, into TensorBoard if wanted, and as one readable line.
 
 metrics.jsonl is the truth: append-only, keyed by (step, attempt); readers take the last attempt of a step. The
-meaning of each key stands in train/metrics.py (learning), broker/server.py (groups) and train/loop.py (seconds).
+meaning of each key stands in train/metrics.py (learning), broker/ledger.py (groups and leases) and train/loop.py (seconds).
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -20,7 +18,11 @@ class StepWriter:
 
     def __init__(self, run: Path, tensorboard: bool):
         self._file = open(run / METRICS, "a", encoding="utf-8")
-        self._events = _event_writer(run / "tensorboard") if tensorboard else None
+        self._events: Any = None
+        if tensorboard:
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+            self._events = EventFileWriter(str(run / "tensorboard"))
 
     def __call__(self, record: dict[str, Any]) -> str:
         """Raises ValueError if a value is not finite: such a step must not have been taken."""
@@ -31,14 +33,6 @@ class StepWriter:
             self._events.add_event(_event(record))
             self._events.flush()
         return step_line(record)
-
-
-def _event_writer(folder: Path) -> Any:
-    try:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-    except ImportError:
-        raise ValueError("logger.tensorboard needs the package tensorboard: install it or set --logger.tensorboard false") from None
-    return EventFileWriter(str(folder))
 
 
 def _event(record: dict[str, Any]) -> Any:

@@ -20,6 +20,7 @@ import msgpack
 
 from molt_hpc.agents.base import ChatAgent, ChatContext, Env, Result, SamplingParams
 from molt_hpc.agents.loader import load_agent
+from molt_hpc.data.media import map_images, parts_of, portable
 
 FRAME_LIMIT = 256 << 20
 
@@ -85,22 +86,29 @@ def _prompt(value: Any, where: str) -> Any:
     value = value[0] if isinstance(value, tuple) and value else value
     value = value.get("observation") if isinstance(value, dict) else value
     if isinstance(value, str) or (isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value)):
-        return value
+        return _portable(value)
     raise TypeError(f"{where} must return the prompt's text or a list of messages, it returned {type(value).__name__}")
+
+
+def _portable(observation: Any) -> Any:
+    """An observation whose messages, if it has any, hold images as bytes or data URIs."""
+    if not (isinstance(observation, list) and any(isinstance(m, dict) and isinstance(m.get("content"), list) for m in observation)):
+        return observation
+    return map_images([m | {"content": parts_of(m.get("content"))} for m in observation], lambda i: {"type": "image", "image": portable(i)})
 
 
 def _plain(result: Any, where: str) -> dict[str, Any]:
     """A Result as msgpack types; numbers may come as numpy or torch scalars."""
     if not isinstance(result, Result):
         raise TypeError(f"{where} must return a Result, it returned {type(result).__name__}")
-    if result.images:
-        raise NotImplementedError(f"{where}: images in an observation are not supported")
+    if result.images and where.endswith(".run"):
+        raise TypeError(f"{where}: a ChatAgent sends images in its messages, its Result has none")
     info = {str(k): float(v) for k, v in result.info.items() if isinstance(v, (bool, int, float)) or hasattr(v, "__float__")}
     asked = vars(result.sampling_params) if isinstance(result.sampling_params, SamplingParams) else result.sampling_params
     rewards = None if result.turn_rewards is None else [float(r) for r in result.turn_rewards]
     return {"reward": float(result.reward), "score": None if result.score is None else float(result.score), "info": info,
-            "observation": result.observation, "terminated": bool(result.terminated), "truncated": bool(result.truncated),
-            "sampling_params": asked, "turn_rewards": rewards}
+            "observation": _portable(result.observation), "images": [portable(image) for image in result.images or ()],
+            "terminated": bool(result.terminated), "truncated": bool(result.truncated), "sampling_params": asked, "turn_rewards": rewards}
 
 
 async def serve(descriptor: int, agent_path: str, threads: int) -> None:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from molt_hpc.rollout.chat_openai import Reply, Request, asked, pieces, refuse_rest
+from molt_hpc.rollout.chat_openai import Reply, Request, asked, contents, pieces, refuse_rest, take_messages
 from molt_hpc.rollout.dialect import Message
 from molt_hpc.rollout.sampling import Unsupported
 
@@ -19,12 +19,10 @@ ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permi
           413: "request_too_large"}
 
 
-def parse_messages(body: dict[str, Any], trained: bool, counting: bool = False) -> Request:
+def parse_messages(body: dict[str, Any], counting: bool = False) -> Request:
     """Raises Unsupported or ValueError. counting: max_tokens may be missing."""
     body = asked(body, LABELS)
-    system, turns = body.pop("system", ""), body.pop("messages", None)
-    if not isinstance(turns, list) or not turns:
-        raise Unsupported("messages", "messages: expected a list that is not empty")
+    system, turns = body.pop("system", ""), take_messages(body)
     if turns[-1].get("role") == "assistant":
         raise Unsupported("messages", "messages: a reply cannot be begun by the client: the last message must be the user's")
     messages: list[Message] = [{"role": "system", "content": _text(system)}] if system else []
@@ -35,10 +33,10 @@ def parse_messages(body: dict[str, Any], trained: bool, counting: bool = False) 
     sampling = {name: body.pop(name) for name in ("temperature", "top_p", "top_k", "max_tokens") if name in body}
     sampling |= {"stop": body.pop("stop_sequences")} if "stop_sequences" in body else {}
     choice = body.pop("tool_choice", {"type": "auto"})
-    if choice.get("type") not in ("auto", "none") or choice.get("disable_parallel_tool_use"):
-        raise Unsupported("tool_choice", f"tool_choice {choice} would force tokens that training cannot undo: only auto and none are taken")
+    if choice.get("type") not in ("auto", "none", "any", "tool") or choice.get("disable_parallel_tool_use"):
+        raise Unsupported("tool_choice", f"tool_choice {choice} is not supported: expected auto, none, any or tool, with parallel calls allowed")
     request = Request(messages, sampling, [_tool(t) for t in body.pop("tools", [])] or None, stream=bool(body.pop("stream", False)),
-                      parse_calls=choice["type"] == "auto")
+                      parse_calls=choice["type"] != "none", tool_choice=_choice(choice))
     if "thinking" in body:
         kind = body.pop("thinking").get("type")
         if kind not in ("enabled", "adaptive", "disabled"):
@@ -46,6 +44,13 @@ def parse_messages(body: dict[str, Any], trained: bool, counting: bool = False) 
         request.options["enable_thinking"] = kind != "disabled"
     refuse_rest(body)
     return request
+
+
+def _choice(choice: dict[str, Any]) -> Any:
+    """In OpenAI's words."""
+    if choice["type"] == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return "required" if choice["type"] == "any" else choice["type"]
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -67,17 +72,30 @@ def _text(content: Any, between: str = "\n") -> str:
     return between.join(b["text"] for b in blocks)
 
 
+def _seen(content: Any) -> Any:
+    """The content of a message that may hold images."""
+    blocks = _blocks(content)
+    if all(block.get("type") != "image" for block in blocks):
+        return _text(blocks)
+    return contents([{"type": "image", "image": _address(b.get("source") or {})} if b.get("type") == "image" else b for b in blocks])
+
+
+def _address(source: dict[str, Any]) -> str | None:
+    return f"data:{source['media_type']};base64,{source['data']}" if source.get("type") == "base64" else source.get("url")
+
+
 def _user(turn: dict[str, Any]) -> list[Message]:
     """Results of tools become messages of their own, in their order; text stays the user's."""
     messages, texts = [], []
     for block in _blocks(turn.get("content")):
         if block.get("type") == "tool_result":
-            text = _text(block.get("content"))
-            text = f"Error: {text}" if block.get("is_error") else text
-            messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": text})
+            shown = _seen(block.get("content"))
+            if block.get("is_error"):
+                shown = contents([{"type": "text", "text": "Error: "}, *_blocks(shown)])
+            messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": shown})
         else:
             texts.append(block)
-    return messages + ([{"role": "user", "content": _text(texts)}] if texts or not messages else [])
+    return messages + ([{"role": "user", "content": _seen(texts)}] if texts or not messages else [])
 
 
 def _assistant(turn: dict[str, Any]) -> Message:

@@ -54,8 +54,10 @@ class ChatEpisode(Episode):
 
     def _context(self, url: str) -> dict[str, Any]:
         prompt, rollout = self.lease.prompt, self.config.rollout
-        asked = [m["content"] for m in self.messages() if m["role"] == "user" and isinstance(m.get("content"), str)]
-        return {"messages": self.messages(), "tools": prompt.tools, "prompt": asked[-1] if asked else "", "label": prompt.label,
-                "images": None, "base_url": f"{url}/v1", "session_url": url, "judge_url": f"{url}/judge/v1", "api_key": self.key,
+        messages, uris = self.on_the_wire()
+        asked = ["".join(p["text"] for p in parts if p["type"] == "text") if isinstance(parts := m.get("content") or "", list) else parts
+                 for m in messages if m["role"] == "user"]
+        return {"messages": messages, "tools": prompt.tools, "prompt": asked[-1] if asked else "", "label": prompt.label,
+                "images": uris or None, "base_url": f"{url}/v1", "session_url": url, "judge_url": f"{url}/judge/v1", "api_key": self.key,
                 "model_name": "policy", "session_id": self.name, "max_length": self.config.data.max_len, "seed": self.lease.seed,
                 "options": prompt.options, "sampling_params": {"temperature": rollout.temperature, "max_tokens": rollout.max_new_tokens}}

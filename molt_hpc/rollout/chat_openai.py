@@ -9,8 +9,10 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
+from molt_hpc.data.media import parts_of
 from molt_hpc.rollout.dialect import Message
 from molt_hpc.rollout.reply_parsing import arguments
 from molt_hpc.rollout.sampling import NEUTRAL, Unsupported
@@ -36,6 +38,7 @@ class Request:
     usage_event: bool = False
     logprobs: bool = False
     parse_calls: bool = True
+    tool_choice: Any = "auto"
     prompt: str | list[int] | None = None
 
 
@@ -50,28 +53,23 @@ class Reply:
     sampled: int
 
 
-def parse_chat(body: dict[str, Any], trained: bool) -> Request:
+def parse_chat(body: dict[str, Any]) -> Request:
     """Raises Unsupported or ValueError."""
     body = asked(body, LABELS)
-    messages = [_message(m) for m in _list(body, "messages")]
-    request = Request(messages, _sampling(body, trained), options=dict(body.pop("chat_template_kwargs", {})))
+    messages = [_message(m) for m in take_messages(body)]
+    request = Request(messages, _sampling(body), options=dict(body.pop("chat_template_kwargs", {})))
     for name in ("max_tokens", "max_completion_tokens"):
         if name in body:
             request.sampling["max_tokens"] = body.pop(name)
     if "reasoning_effort" in body:
         request.options["reasoning_effort"] = body.pop("reasoning_effort")
     request.tools = body.pop("tools", None) or None
-    choice = body.pop("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        raise Unsupported("tool_choice", f"tool_choice={json.dumps(choice)} forces tokens, which training cannot undo: only auto and none")
-    request.parse_calls = choice == "auto"
+    request.tool_choice = body.pop("tool_choice", "auto")
+    request.parse_calls = request.tool_choice != "none"
     if body.pop("parallel_tool_calls", True) is not True:
         raise Unsupported("parallel_tool_calls", "parallel_tool_calls=false cannot be guaranteed")
     kind = body.pop("response_format", {"type": "text"})
     if kind.get("type") != "text":
-        if trained:
-            raise Unsupported("response_format", f"response_format {kind.get('type')!r} is a grammar whose mask training cannot replay: "
-                              "ask for it outside the record (ctx.judge)")
         request.sampling["structured_outputs"] = _grammar(kind)
     request.logprobs = bool(body.pop("logprobs", False))
     if body.pop("top_logprobs", 0):
@@ -79,14 +77,14 @@ def parse_chat(body: dict[str, Any], trained: bool) -> Request:
     return _common(request, body)
 
 
-def parse_completion(body: dict[str, Any], trained: bool) -> Request:
+def parse_completion(body: dict[str, Any]) -> Request:
     """Raises Unsupported or ValueError."""
     body = asked(body, LABELS)
     prompt = body.pop("prompt", None)
     prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)) else prompt
     if not prompt or not (isinstance(prompt, str) or all(isinstance(i, int) for i in prompt)):
         raise Unsupported("prompt", "prompt: expected one text or one list of token ids")
-    sampling = _sampling(body, trained) | {"max_tokens": body.pop("max_tokens", 16)}
+    sampling = _sampling(body) | {"max_tokens": body.pop("max_tokens", 16)}
     request = Request([], sampling, parse_calls=False, prompt=prompt)
     request.logprobs = body.pop("logprobs", None) is not None
     for name, value in (("echo", False), ("best_of", 1), ("suffix", "")):
@@ -115,7 +113,7 @@ def refuse_rest(body: dict[str, Any]) -> None:
         raise Unsupported(next(iter(body)), f"{next(iter(body))!r} is not supported by this server")
 
 
-def _sampling(body: dict[str, Any], trained: bool) -> dict[str, Any]:
+def _sampling(body: dict[str, Any]) -> dict[str, Any]:
     return {name: body.pop(name) for name in SAMPLING if name in body}
 
 
@@ -127,10 +125,10 @@ def _grammar(kind: dict[str, Any]) -> dict[str, Any]:
     raise Unsupported("response_format", f"response_format {kind.get('type')!r} is not known")
 
 
-def _list(body: dict[str, Any], name: str) -> list[Any]:
-    value = body.pop(name, None)
+def take_messages(body: dict[str, Any]) -> list[Any]:
+    value = body.pop("messages", None)
     if not isinstance(value, list) or not value:
-        raise Unsupported(name, f"{name}: expected a list that is not empty")
+        raise Unsupported("messages", "messages: expected a list that is not empty")
     return value
 
 
@@ -147,7 +145,7 @@ def _message(message: Any) -> Message:
     role = "system" if role == "developer" else role
     if role not in KEPT:
         raise Unsupported("messages", f"messages: role {role!r} is not supported")
-    clean: Message = {"role": role, "content": _text(content)}
+    clean: Message = {"role": role, "content": contents(content, role != "assistant")}
     for name, value in message.items():
         if name in ("role", "content") or value is None or value == []:
             continue
@@ -162,15 +160,15 @@ def _message(message: Any) -> Message:
     return clean
 
 
-def _text(content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise Unsupported("messages", "messages: content must be text or a list of parts")
-    kinds = {p.get("type") if isinstance(p, dict) else type(p).__name__ for p in content} - {"text"}
-    if kinds:
-        raise Unsupported("messages", f"messages: content parts of type {', '.join(map(str, kinds))} are not supported")
-    return "".join(p["text"] for p in content)
+def contents(content: Any, images: bool = True) -> str | list[dict[str, Any]]:
+    """A message's content as text, or as parts of text and images. Raises Unsupported."""
+    try:
+        parts = parts_of(content)
+    except ValueError as error:
+        raise Unsupported("messages", f"messages: {error}") from None
+    if not images and not isinstance(parts, str):
+        raise Unsupported("messages", "messages: a reply of the model holds no images")
+    return parts
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
@@ -213,23 +211,19 @@ def chat_body(answer_id: str, request: Request, prompt_tokens: int, replies: lis
     choices = [{"index": i, "message": _wire_message(r.message), "finish_reason": r.finish,
                 "logprobs": _logprobs(r) if request.logprobs else None}
                for i, r in enumerate(replies)]
-    return {"id": f"chatcmpl-{answer_id}", "object": "chat.completion", "created": int(time.time()), "model": "policy", "choices": choices,
-            "usage": _usage(prompt_tokens, replies)}
+    return _head(f"chatcmpl-{answer_id}", "chat.completion") | {"choices": choices, "usage": _usage(prompt_tokens, replies)}
 
 
 def completion_body(answer_id: str, request: Request, prompt_tokens: int, replies: list[Reply]) -> dict[str, Any]:
     choices = [{"index": i, "text": r.message["content"], "finish_reason": r.finish,
                 "logprobs": {"tokens": [t for t, _ in r.tokens], "token_logprobs": [p for _, p in r.tokens], "top_logprobs": None,
-                             "text_offset": _offsets(r)} if request.logprobs else None} for i, r in enumerate(replies)]
-    return {"id": f"cmpl-{answer_id}", "object": "text_completion", "created": int(time.time()), "model": "policy", "choices": choices,
-            "usage": _usage(prompt_tokens, replies)}
+                             "text_offset": [*accumulate((len(t) for t, _ in r.tokens), initial=0)][:-1]} if request.logprobs else None}
+               for i, r in enumerate(replies)]
+    return _head(f"cmpl-{answer_id}", "text_completion") | {"choices": choices, "usage": _usage(prompt_tokens, replies)}
 
 
-def _offsets(reply: Reply) -> list[int]:
-    ends = [0]
-    for text, _ in reply.tokens:
-        ends.append(ends[-1] + len(text))
-    return ends[:-1]
+def _head(answer_id: str, kind: str) -> dict[str, Any]:
+    return {"id": answer_id, "object": kind, "created": int(time.time()), "model": "policy"}
 
 
 def pieces(text: str) -> Iterator[str]:
@@ -238,7 +232,7 @@ def pieces(text: str) -> Iterator[str]:
 
 def chat_events(answer_id: str, request: Request, prompt_tokens: int, replies: list[Reply]) -> Iterator[bytes]:
     """Server-sent events of a streamed chat completion."""
-    base = {"id": f"chatcmpl-{answer_id}", "object": "chat.completion.chunk", "created": int(time.time()), "model": "policy"}
+    base = _head(f"chatcmpl-{answer_id}", "chat.completion.chunk")
     for index, reply in enumerate(replies):
         wire = _wire_message(reply.message)
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
@@ -251,9 +245,7 @@ def chat_events(answer_id: str, request: Request, prompt_tokens: int, replies: l
             yield event(base | {"choices": [{"index": index, "delta": delta, "finish_reason": None, "logprobs": None}]})
         logprobs = _logprobs(reply) if request.logprobs else None
         yield event(base | {"choices": [{"index": index, "delta": {}, "finish_reason": reply.finish, "logprobs": logprobs}]})
-    if request.usage_event:
-        yield event(base | {"choices": [], "usage": _usage(prompt_tokens, replies)})
-    yield b"data: [DONE]\n\n"
+    yield from _end(base, request, prompt_tokens, replies)
 
 
 def completion_events(answer_id: str, request: Request, prompt_tokens: int, replies: list[Reply]) -> Iterator[bytes]:
@@ -263,6 +255,10 @@ def completion_events(answer_id: str, request: Request, prompt_tokens: int, repl
         for piece in pieces(choice["text"]):
             yield event(base | {"choices": [{"index": choice["index"], "text": piece, "finish_reason": None, "logprobs": None}]})
         yield event(base | {"choices": [choice | {"text": ""}]})
+    yield from _end(base, request, prompt_tokens, replies)
+
+
+def _end(base: dict[str, Any], request: Request, prompt_tokens: int, replies: list[Reply]) -> Iterator[bytes]:
     if request.usage_event:
         yield event(base | {"choices": [], "usage": _usage(prompt_tokens, replies)})
     yield b"data: [DONE]\n\n"

@@ -21,12 +21,13 @@ from typing import Any
 from aiohttp import web
 
 from molt_hpc.config import RunConfig
+from molt_hpc.data.media import ImageError
 from molt_hpc.rollout import chat_anthropic, chat_openai
 from molt_hpc.rollout.chat_episode import ChatEpisode
 from molt_hpc.rollout.chat_openai import Reply, Request
 from molt_hpc.rollout.chat_stream import PING, EventStream
 from molt_hpc.rollout.dialect import Dialect
-from molt_hpc.rollout.engine import EngineError
+from molt_hpc.rollout.engine import EngineError, RequestRefused
 from molt_hpc.rollout.generate import Turn
 from molt_hpc.rollout.reply_parsing import ReplyParser
 from molt_hpc.rollout.sampling import Unsupported, parse_sampling
@@ -51,7 +52,7 @@ class Refusal(Exception):
 class Wire:
     """The functions that make one route out of the common path. head: events in front of the first piece of text."""
 
-    parse: Callable[[dict[str, Any], bool], Request]
+    parse: Callable[[dict[str, Any]], Request]
     body: Callable[..., dict[str, Any]]
     events: Callable[..., Any]
     ping: bytes
@@ -140,7 +141,8 @@ class ChatServer:
         return web.json_response(model if name else {"object": "list", "data": [model]})
 
     async def _count(self, request: web.Request, episode: ChatEpisode, path: str, trained: bool) -> web.Response:
-        wanted = chat_anthropic.parse_messages(self._json(await request.read()), trained, counting=True)
+        wanted = chat_anthropic.parse_messages(self._json(await request.read()), counting=True)
+        wanted.messages = await episode.stored(wanted.messages, episode.config.agent.image_folder)
         try:
             count = episode.session.plan(wanted.messages, wanted.tools, wanted.options).length
         except ContextOverflow as overflow:
@@ -160,13 +162,14 @@ class ChatServer:
 
     async def _reply(self, request: web.Request, episode: ChatEpisode, path: str, trained: bool) -> web.StreamResponse:
         wire, raw = WIRES[path], await request.read()
-        wanted = wire.parse(self._json(raw), trained)
-        self._check(wanted)
+        wanted = wire.parse(self._json(raw))
+        self._check(wanted, trained and not episode.default.masked)
+        wanted.messages = await episode.stored(wanted.messages, episode.config.agent.image_folder)
         mark = request.headers.get("Idempotency-Key") or hashlib.sha256(path.encode() + raw).hexdigest()
         again = "Idempotency-Key" in request.headers or int(request.headers.get("x-stainless-retry-count", 0)) > 0
         if again and mark in episode.answers:
             prompt_tokens, replies = episode.answers[mark]
-            return await self._send(request, wire, wanted, prompt_tokens, replies)
+            return await EventStream(request, wire, wanted, prompt_tokens, self.dialect).finish(replies)
         session = episode.session if trained else Session(self.dialect, episode.config.data.max_len)
         plan = self._plan(session, wanted)
         sampling = parse_sampling(wanted.sampling, episode.default, trained)
@@ -193,13 +196,17 @@ class ChatServer:
         episode.answers[mark] = (plan.length, replies)
         if len(episode.answers) > REPLAYS:
             del episode.answers[next(iter(episode.answers))]
-        if wanted.stream:
-            return await stream.finish(replies)
-        return await self._send(request, wire, wanted, plan.length, replies)
+        return await stream.finish(replies)
 
-    def _check(self, wanted: Request) -> None:
+    def _check(self, wanted: Request, unrestricted: bool) -> None:
+        """Raise Unsupported for what cannot be done here. unrestricted: training assumes that every token could be sampled."""
         if wanted.tools and wanted.parse_calls and not self.parser.finds_tools:
             raise Unsupported("tools", "tools need agent.tool_parser, the name of vLLM's parser for this model's tool calls")
+        if wanted.tool_choice not in ("auto", "none"):
+            if unrestricted:
+                raise Unsupported("tool_choice", f"tool_choice={json.dumps(wanted.tool_choice)} forces tokens, which training cannot undo "
+                                  "without sampling masks (rollout.top_k): only auto and none")
+            wanted.sampling["structured_outputs"] = self.parser.grammar(wanted.tools, wanted.tool_choice)
         for name in wanted.options:
             if name not in (self.dialect.tokenizer.chat_template or ""):
                 raise Unsupported(name, f"{name}: the model's chat template has no such switch")
@@ -215,6 +222,8 @@ class ChatServer:
         tasks = [asyncio.ensure_future(episode.sample(plan, sampling, i, on_tokens)) for i in range(wanted.n)]
         try:
             turns = await asyncio.gather(*tasks)
+        except RequestRefused:
+            raise
         except EngineError as error:
             episode.engine_error = error
             raise
@@ -237,20 +246,14 @@ class ChatServer:
         tokens = [(self.dialect.text([i]), float(p)) for i, p in zip(ids, turn.logprobs)] if wanted.logprobs else []
         return Reply(message, "tool_calls" if message.get("tool_calls") else turn.finish_reason, stopped_by, tokens, len(turn.token_ids))
 
-    async def _send(self, request: web.Request, wire: Wire, wanted: Request, prompt_tokens: int,
-                    replies: list[Reply]) -> web.StreamResponse:
-        stream = EventStream(request, wire, wanted, prompt_tokens, self.dialect, False, 0)
-        if wanted.stream:
-            return await stream.finish(replies)
-        return web.json_response(wire.body(stream.answer_id, wanted, prompt_tokens, replies))
-
 
 async def chat_server(config: RunConfig, dialect: Dialect, kind: str) -> ChatServer | None:
     """A started server if the agent is a ChatAgent (kind `chat`). Raises ValueError for settings that do nothing or cannot work."""
     agent = config.agent
     if kind == "env":
-        if agent.tool_parser or agent.reasoning_parser:
-            raise ValueError("agent.tool_parser and agent.reasoning_parser have no effect: the agent file defines an Env, not a ChatAgent")
+        if agent.tool_parser or agent.reasoning_parser or agent.image_folder:
+            raise ValueError("agent.tool_parser, agent.reasoning_parser and agent.image_folder have no effect: the agent file defines an Env, "
+                             "not a ChatAgent")
         return None
     if not dialect.tokenizer.chat_template or not config.data.apply_chat_template:
         raise ValueError("a ChatAgent needs data.apply_chat_template and a tokenizer with a chat template")
@@ -272,8 +275,12 @@ def _refusal(error: Exception) -> Refusal | None:
                        f"length is {error.limit} tokens", code="context_length_exceeded", param="messages")
     if isinstance(error, Unsupported):
         return Refusal(400, str(error), param=error.param)
+    if isinstance(error, ImageError):
+        return Refusal(400, str(error), code="invalid_image", param="messages")
     if isinstance(error, TimeoutError):
         return Refusal(403, "the rollout's deadline has passed", "permission_error", "rollout_ended")
+    if isinstance(error, RequestRefused):
+        return Refusal(400, f"the model server refused the request: {error}")
     if isinstance(error, EngineError):
         return Refusal(500, f"the model server failed: {error}", "server_error")
     if isinstance(error, web.HTTPRequestEntityTooLarge):

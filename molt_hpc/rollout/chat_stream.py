@@ -1,4 +1,4 @@
-"""The open stream of one chat request: signs of life, pieces of the reply while it is sampled, its end, or what went wrong.
+"""The answer to one chat request; as a stream: signs of life, pieces of the reply while it is sampled, its end, or what went wrong.
 
 A reply that has to be parsed (tool calls, thinking) or comes with others is complete before its pieces are sent.
 """
@@ -31,10 +31,12 @@ class EventStream:
     live: pieces are sent before the reply is complete. hold: characters at the end that may turn out to be a stop string.
     """
 
-    def __init__(self, request: web.Request, wire: Wire, wanted: Request, prompt_tokens: int, dialect: Dialect, live: bool, hold: int):
+    def __init__(self, request: web.Request, wire: Wire, wanted: Request, prompt_tokens: int, dialect: Dialect, live: bool = False,
+                 hold: int = 0):
         self._request, self._wire, self._wanted, self._prompt_tokens, self._dialect = request, wire, wanted, prompt_tokens, dialect
         self.live, self._hold, self._sent = live, hold, 0
         self.ids: list[int] = []
+        self._text, self._decoded, self._behind = "", 0, 0
         self.answer_id, self.response = secrets.token_hex(12), None
 
     async def follow(self, work: asyncio.Task, ping: float) -> None:
@@ -50,14 +52,26 @@ class EventStream:
 
     def _partial(self) -> list[bytes]:
         """The events that are certain by now: those of whole pieces, which the whole reply will begin with."""
-        text = self._dialect.text(self.ids).rstrip("\ufffd")  # a character may be half sampled
+        text = self._decode()
         count = max(len(text) - self._hold, 0) // PIECE
         if not count or self._wire.head + count <= self._sent:  # nothing that the client has not got
             return []
         reply = Reply({"role": "assistant", "content": text[:count * PIECE]}, "stop", None, [], 0)
         return list(self._wire.events(self.answer_id, self._wanted, self._prompt_tokens, [reply]))[:self._wire.head + count]
 
+    def _decode(self) -> str:
+        """The text so far, up to the last whole character. Only the ids since the last two looks are decoded: a token's text may depend
+        on the one before it."""
+        known, longer = (self._dialect.text(self.ids[self._behind:end]) for end in (self._decoded, len(self.ids)))
+        if not longer.endswith("\ufffd"):
+            self._text += longer[len(known):]
+            self._behind, self._decoded = self._decoded, len(self.ids)
+        return self._text
+
     async def finish(self, replies: list[Reply]) -> web.StreamResponse:
+        """The rest of the stream, or the whole answer if none was asked for."""
+        if not self._wanted.stream:
+            return web.json_response(self._wire.body(self.answer_id, self._wanted, self._prompt_tokens, replies))
         events = list(self._wire.events(self.answer_id, self._wanted, self._prompt_tokens, replies))
         await self._write(b"".join(events[self._sent:]))
         await self.response.write_eof()

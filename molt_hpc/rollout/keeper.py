@@ -161,7 +161,8 @@ class Keeper:
     async def _abort(self, fields: dict[str, Any], transfer: asyncio.Task | None) -> None:
         """Come free of a transfer: its calls return by themselves once the trainer has given it up; a server that stays in it is hung."""
         self._aborted = fields["epoch"]
-        patience = self._config.weights.timeout / 3
+        timeout = self._config.weights.timeout
+        patience = min(timeout / 3, max(timeout / 10, 5.0))
         started = time.monotonic()
         if transfer is not None and not (await asyncio.wait([transfer], timeout=patience))[0]:
             self.lose(f"did not come free of the transfer of version {fields['version']} within {patience:.0f} s")

@@ -6,6 +6,8 @@ import json
 import logging
 from typing import Any
 
+from molt_hpc.rollout.sampling import Unsupported
+
 log = logging.getLogger(__name__)
 
 
@@ -19,9 +21,7 @@ class ReplyParser:
         self.tokenizer, self._tools, self._reasoning, self._request = tokenizer, None, None, None
         if not tool_parser and not reasoning_parser:
             return
-        from vllm.entrypoints.openai.chat_completion.protocol import (
-            ChatCompletionRequest,
-        )
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.reasoning import ReasoningParserManager
         from vllm.tool_parsers import ToolParserManager
 
@@ -62,8 +62,25 @@ class ReplyParser:
             return {"role": "assistant", "content": text}
         return message
 
-    def _body(self, tools: list[dict[str, Any]] | None) -> Any:
-        return self._request(model="policy", messages=[{"role": "user", "content": ""}], tools=tools or None)
+    def grammar(self, tools: list[dict[str, Any]] | None, choice: Any) -> dict[str, Any]:
+        """The engine's field structured_outputs for a reply that calls what OpenAI's `tool_choice` names, in the form that the parser finds.
+
+        Raises Unsupported if the parser has no grammar for its form, or the choice names no tool of the request.
+        """
+        tag = None
+        if self._tools is not None and tools:
+            try:
+                body = self._body(tools, choice)
+                tag = self._tools(self.tokenizer, body.tools).get_structural_tag(body)
+            except Exception as error:  # whatever vLLM says of the choice is the client's to see
+                raise Unsupported("tool_choice", f"tool_choice: {error}") from None
+        if tag is None:
+            raise Unsupported("tool_choice", "a forced call needs tools and an agent.tool_parser for which vLLM has a grammar")
+        return {"structural_tag": tag.model_dump_json()}
+
+    def _body(self, tools: list[dict[str, Any]] | None, choice: Any = None) -> Any:
+        forced = {"tool_choice": choice} if choice else {}
+        return self._request(model="policy", messages=[{"role": "user", "content": ""}], tools=tools or None, **forced)
 
 
 def _call(call: Any) -> dict[str, Any]:

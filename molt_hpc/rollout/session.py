@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from molt_hpc.data.media import images_of
 from molt_hpc.records import Segment
 from molt_hpc.rollout.dialect import Dialect, Message, thinking
 from molt_hpc.rollout.generate import Turn
@@ -35,9 +36,9 @@ class Node:
     """One sampled reply behind what the request had put before it.
 
     added: messages since the parent's reply (at a root, the whole prompt). encoded: their ids and the reply's as JSON without
-    brackets. end: messages, length: tokens from the root through this reply. stop: the id that ended the reply, None if it was
-    cut. thinker: an earlier message of the branch that holds thinking. number: place in the order in which replies were recorded.
-    hidden: the stop string that was sampled and cut from the reply's text.
+    brackets, one id for each of the `images`. end: messages, length: tokens from the root through this reply. stop: the id that ended
+    the reply, None if it was cut. thinker: an earlier message of the branch that holds thinking. number: place in the order in which
+    replies were recorded. hidden: the stop string that was sampled and cut from the reply's text.
     """
 
     parent: Node | None
@@ -54,6 +55,7 @@ class Node:
     number: int
     encoded: bytes
     hidden: str = ""
+    images: list[str] = field(default_factory=list)
     children: list[Node] = field(default_factory=list)
 
     def path(self) -> list[Node]:
@@ -71,7 +73,8 @@ class Node:
 
 @dataclass
 class Plan:
-    """What a request will put before the engine. context: ids behind the parent's reply; length: tokens of the whole prompt."""
+    """What a request will put before the engine. context: ids behind the parent's reply, one for each of its `images`; length:
+    tokens of the whole prompt as the model sees it. routed_from: the first of them whose experts no earlier reply has."""
 
     parent: Node | None
     key: tuple
@@ -80,6 +83,15 @@ class Plan:
     length: int
     text: str = ""
     thinker: Message | None = None
+    images: list[str] = field(default_factory=list)
+
+    @property
+    def routed_from(self) -> int:
+        return self.parent.length - 1 if self.parent else 0
+
+    def all_images(self) -> list[str]:
+        """Hashes of the whole prompt's images."""
+        return [*chain.from_iterable(n.images for n in (self.parent.path() if self.parent else [])), *self.images]
 
     def prompt_ids(self) -> list[int]:
         return json.loads(self.prompt_json())
@@ -115,7 +127,7 @@ class Session:
     # planning ------------------------------------------------------------------------------
 
     def plan(self, messages: list[Message], tools: list[Any] | None = None, options: Message | None = None) -> Plan:
-        """The tokens that a chat request stands for. Raises ContextOverflow, or TemplateRefused."""
+        """The tokens that a chat request stands for. Raises ContextOverflow, TemplateRefused, or ImageError."""
         key = ("chat", tools or None, options or None)
         parent = self._match(messages, key)
         if parent is not None:
@@ -123,12 +135,11 @@ class Session:
             context = self._continue(parent, new)
             if context is not None:
                 thinker = parent.reply if thinking(parent.reply)[0] else parent.thinker
-                return self._checked(Plan(parent, key, new, context, parent.length + len(context), thinker=thinker))
+                return self._planned(parent, key, new, context, images_of(new), thinker)
             messages = [k if k == m else m for k, m in zip(parent.messages(), messages, strict=False)] + new  # one copy of each in memory
         text = self.dialect.render(messages, tools, options)
         thinkers = (m for m in messages if m["role"] == "assistant" and (thought := thinking(m)[1].strip()) and thought in text)
-        context = self.dialect.ids(text)
-        return self._checked(Plan(None, key, messages, context, len(context), thinker=next(thinkers, None)))
+        return self._planned(None, key, messages, self.dialect.ids(text), images_of(messages), next(thinkers, None))
 
     def plan_text(self, text: str) -> Plan:
         """The same for plain text that may begin with what one branch holds already."""
@@ -139,11 +150,14 @@ class Session:
         plan.text = text
         return plan
 
-    def plan_ids(self, parent: Node | None, ids: list[int]) -> Plan:
-        """Go on from `parent` (None: a new branch) with exactly these tokens."""
-        return self._checked(Plan(parent, ("text",), [], ids, (parent.length if parent else 0) + len(ids)))
+    def plan_ids(self, parent: Node | None, ids: list[int], images: list[str] | None = None) -> Plan:
+        """Go on from `parent` (None: a new branch) with exactly these tokens, one for each of the `images`."""
+        return self._planned(parent, ("text",), [], ids, images or [])
 
-    def _checked(self, plan: Plan) -> Plan:
+    def _planned(self, parent: Node | None, key: tuple, added: list[Message], context: list[int], images: list[str],
+                 thinker: Message | None = None) -> Plan:
+        length = (parent.length if parent else 0) + len(self.dialect.place(context, images)[0])
+        plan = Plan(parent, key, added, context, length, thinker=thinker, images=images)
         if plan.length >= self.limit:
             raise ContextOverflow(plan.length, self.limit)
         if not plan.length:
@@ -178,7 +192,7 @@ class Session:
         ids = turn.token_ids.tolist()
         node = Node(plan.parent, plan.key, plan.added, reply or {}, turn, temperature, turn.stop_token(),
                     (plan.parent.end if plan.parent else 0) + len(plan.added) + 1, plan.length + len(ids), "", plan.thinker,
-                    len(self.nodes), _encode(plan.context + ids), hidden)
+                    len(self.nodes), _encode(plan.context + ids), hidden, plan.images)
         if plan.key == ("text",) and plan.text:
             node.text = plan.text + self.dialect.text(ids)
         (plan.parent.children if plan.parent else self.roots).append(node)
@@ -189,9 +203,9 @@ class Session:
         """Every branch as a segment, every sampled token under the mask of exactly one.
 
         Tokens of another temperature than the segment's are trained in a segment of their own. The rows of `action_spans`
-        belong to the replies that `span_owners` names in the same order.
+        belong to the replies that `span_owners` names in the same order. Raises ImageError if a reply holds the placeholder of an image.
         """
-        return [_segment(path, own) for path, own in self._shares()]
+        return [self._segment(path, own) for path, own in self._shares()]
 
     def span_owners(self) -> list[int]:
         """The number of the reply that each action span of all segments, in their order, came from."""
@@ -210,14 +224,23 @@ class Session:
                 shares.append((path[:path.index(own[-1]) + 1], own))
         return shares
 
-
-def _segment(path: list[Node], own: list[Node]) -> Segment:
-    ids = json.loads(b"[" + b",".join(n.encoded for n in path) + b"]")
-    logprobs, actions, versions = np.zeros(len(ids), np.float32), [], []
-    for node in own:
-        start = node.length - len(node.turn.token_ids)
-        logprobs[start:node.length] = node.turn.logprobs
-        actions.append((start, node.length))
-        versions.append(node.turn.version_spans + np.array([start, start, 0], np.int32))
-    return Segment(np.array(ids, np.int32), logprobs, np.array(actions, np.int32).reshape(-1, 2), np.concatenate(versions).astype(np.int32),
-                   own[0].temperature)
+    def _segment(self, path: list[Node], own: list[Node]) -> Segment:
+        images = [*chain.from_iterable(n.images for n in path)]
+        ids, spans = self.dialect.place(json.loads(b"[" + b",".join(n.encoded for n in path) + b"]"), images)
+        logprobs, actions, versions = np.zeros(len(ids), np.float32), [], []
+        for node in own:
+            start = node.length - len(node.turn.token_ids)
+            logprobs[start:node.length] = node.turn.logprobs
+            actions.append((start, node.length))
+            versions.append(node.turn.version_spans + np.array([start, start, 0], np.int32))
+        extras = {}
+        if all(node.turn.kept is not None for node in own):
+            counts, kept = zip(*(node.turn.kept for node in own), strict=True)
+            extras = {"kept_counts": np.concatenate(counts), "kept_ids": np.concatenate(kept)}
+        if all(node.turn.routed is not None for node in path):  # each reply has the rows from the last token of the one before on
+            extras["routed_experts"] = np.concatenate([node.turn.routed for node in path])
+        segment = Segment(np.array(ids, np.int32), logprobs, np.array(actions, np.int32).reshape(-1, 2),
+                          np.concatenate(versions).astype(np.int32), own[0].temperature, extras)
+        if images:
+            segment.extras |= {"images": np.array([list(bytes.fromhex(i)) for i in images], np.uint8), "image_spans": np.array(spans, np.int32)}
+        return segment

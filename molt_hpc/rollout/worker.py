@@ -5,9 +5,6 @@ fault. A server that dies or hangs is started again by its `Keeper` while the ot
 the broker is lost, the worker ends with the reason.
 """
 
-from __future__ import annotations
-
-import argparse
 import asyncio
 import contextlib
 import logging
@@ -21,7 +18,8 @@ from typing import Any
 from molt_hpc import wire
 from molt_hpc.broker.client import AsyncBrokerClient, cancel_all
 from molt_hpc.config import RunConfig, load
-from molt_hpc.data.references import Producer, size_of
+from molt_hpc.data.media import image_reader
+from molt_hpc.data.references import Producer
 from molt_hpc.records import Lease, Rollout
 from molt_hpc.rollout.chat_episode import ChatEpisode
 from molt_hpc.rollout.chat_server import ChatServer, chat_server
@@ -49,7 +47,7 @@ class Worker:
         self.agents: AgentPool | None = None
         self.chat: ChatServer | None = None
         self.leases: dict[str, tuple[asyncio.Task, Episode]] = {}
-        self.commands: set[asyncio.Task] = set()
+        self.tasks: set[asyncio.Task] = set()
         self.tokens = 0
         self.draining = False
         self.window, self.producer = Window(), Producer(run, self.name)
@@ -57,20 +55,12 @@ class Worker:
 
     async def main(self) -> int:
         """Run until the broker says stop (0) or a part is lost (1)."""
-        background: list[asyncio.Task] = []
         try:
             asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._drain)
             welcome = await self.client.hello("rollout", self.name, self.attempt)
             self.window.limit = welcome["window_bytes"]
-            background = [self._watch(self._receive()), self._watch(self._heartbeat())]
-            starting = asyncio.create_task(self._start())
-            await asyncio.wait([starting, self.ended], return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():
-                await cancel_all([starting])
-            elif starting.exception():
-                raise starting.exception()
-            else:
-                background.append(self._watch(self._keep_engines()))
+            for part in (self._receive(), self._heartbeat(), self._serve()):
+                self._watch(part)
             reason = await self.ended
             log.info("the worker ends: %s", reason)
             return 0
@@ -78,11 +68,12 @@ class Worker:
             log.error("the worker fails: %s", error)
             return 1
         finally:
-            await cancel_all([*background, *self.commands, *(task for task, _ in self.leases.values())])
+            await cancel_all([*self.tasks])
             await asyncio.gather(*(k.close() for k in self.keepers.values()), *(part.close() for part in (self.agents, self.chat) if part))
             self.client.close()
 
-    async def _start(self) -> None:
+    async def _serve(self) -> None:
+        """Start every part, report, and keep the servers alive; ends by an error only."""
         config, per_node = self.config, self.config.vllm.num_engines // self.config.rollout.num_nodes
         for index in range(per_node):
             name = f"{self.name}_e{index}"
@@ -90,7 +81,8 @@ class Worker:
             make = partial(Engine, name, config, index, seed, self.logs / f"engine_{self.name}_{index}.log")
             self.keepers[name] = Keeper(name, config, make, self.client.send)
         self.agents = AgentPool(config.train.agent_path, config.agent, config.rollout.concurrency, self.logs, self.name)
-        self.dialect = Dialect(await asyncio.to_thread(_load_tokenizer, config))
+        self.dialect = Dialect(await asyncio.to_thread(_load_tokenizer, config),
+                               await asyncio.to_thread(image_reader, config.actor.model_name_or_path, config.output_dir))
         await self.agents.wait_ready()
         self.chat = await chat_server(config, self.dialect, self.agents.kind)
         engines = [keeper.engine for keeper in self.keepers.values()]
@@ -98,12 +90,16 @@ class Worker:
         log.info("%d engines are healthy after %.1f s", len(seconds), max(seconds))
         await self.client.send("ready", {"engines": {e.name: e.world_size for e in engines}})
         await self.client.send("credits", {"credits": config.rollout.concurrency})
+        await asyncio.gather(*(keeper.run() for keeper in self.keepers.values()))
+        raise RuntimeError(f"every engine was given up after {config.vllm.max_restarts} restarts within an hour (vllm.max_restarts); see {self.logs}")
 
     def _watch(self, coroutine: Any) -> asyncio.Task:
         """A background task whose error ends the worker."""
         task = asyncio.create_task(coroutine)
+        self.tasks.add(task)
 
         def ended(task: asyncio.Task) -> None:
+            self.tasks.discard(task)
             if not task.cancelled() and task.exception() and not self.ended.done():
                 self.ended.set_exception(RuntimeError(str(task.exception())))
 
@@ -134,15 +130,10 @@ class Worker:
         if not self.ended.done():
             self.ended.set_result(reason)
 
-    def _spawn(self, coroutine: Any) -> None:
-        task = self._watch(coroutine)
-        self.commands.add(task)
-        task.add_done_callback(self.commands.discard)
-
     def _start_lease(self, lease: Lease) -> None:
         serving = [keeper.engine for keeper in self.keepers.values() if keeper.version is not None]
         if not serving:  # it was lost while the lease was on its way
-            self._spawn(self._fault(lease, "infrastructure", f"no engine of {self.name} serves", engine_lost=True))
+            self._watch(self._fault(lease, "infrastructure", f"no engine of {self.name} serves", engine_lost=True))
             return
         engine = min(serving, key=lambda e: e.running)
         agent = self.agents.pick()
@@ -155,7 +146,7 @@ class Worker:
         """SIGUSR1: take nothing new, finish what is under way, say goodbye."""
         if not self.draining:
             self.draining = True
-            self._spawn(self._leave())
+            self._watch(self._leave())
 
     async def _leave(self) -> None:
         log.info("draining: %d rollouts are under way", len(self.leases))
@@ -168,15 +159,11 @@ class Worker:
 
     async def _heartbeat(self) -> None:
         while True:
-            alive = [[e.lease.group_id, e.lease.sample, e.lease.attempt] for _, e in self.leases.values() if e.progressed(time.monotonic() - HEARTBEAT)]
+            running = [episode.lease for _, episode in self.leases.values() if episode.progressed(time.monotonic() - HEARTBEAT)]
+            alive = [[lease.group_id, lease.sample, lease.attempt] for lease in running]
             await self.client.send("heartbeat", {"running": sum(k.engine.running for k in self.keepers.values()), "rollouts": len(self.leases),
                                                  "sampled_tokens": self.tokens, "progress": alive})
             await asyncio.sleep(HEARTBEAT)
-
-    async def _keep_engines(self) -> None:
-        await asyncio.gather(*(keeper.run() for keeper in self.keepers.values()))
-        raise RuntimeError(f"every engine was given up after {self.config.vllm.max_restarts} restarts within an hour (vllm.max_restarts); "
-                           f"see {self.logs}")
 
     async def _run_lease(self, episode: Episode) -> None:
         """Run a lease to its end; whatever that is, the broker hears of it and gets the credit back."""
@@ -213,15 +200,15 @@ class Worker:
         """Send a rollout, by reference if it is large, and not before the window has room for it."""
         fields, arrays = rollout.to_wire()
         frames = wire.encode("rollout", fields | self._credit(), arrays)
-        if size_of(frames) > self.config.broker.inline_bytes:
+        if wire.size_of(frames) > self.config.broker.inline_bytes:
             (frames,) = await asyncio.to_thread(self.producer.put, [frames])
-        await self.window.take(lease.id, size_of(frames))
+        await self.window.take(lease.id, wire.size_of(frames))
         await self.client.send_frames(frames)
 
     async def _fault(self, lease: Lease, kind: str, reason: str, trace: str = "", engine_lost: bool = False) -> None:
         """engine_lost: the engine has died or hung, which is not held against this worker."""
-        await self.client.send("fault", {"group_id": lease.group_id, "sample": lease.sample, "attempt": lease.attempt, "fault": kind, **self._credit(),
-                                         "reason": reason, "traceback": trace, "prompt": lease.prompt.to_header(), "engine_lost": engine_lost})
+        await self.client.send("fault", {"group_id": lease.group_id, "sample": lease.sample, "attempt": lease.attempt, "fault": kind,
+                                         **self._credit(), "reason": reason, "traceback": trace, "prompt": lease.prompt.to_header(), "engine_lost": engine_lost})
 
 
 class Window:
@@ -230,27 +217,28 @@ class Window:
     def __init__(self) -> None:
         self.limit = 1 << 62
         self._sizes: dict[str, int] = {}
-        self._changed = asyncio.Condition()
+        self._released = asyncio.Event()
 
     async def take(self, lease: str, size: int) -> None:
         """Wait until `size` bytes may be sent; a message larger than the whole window goes alone."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._sizes or sum(self._sizes.values()) + size <= self.limit)
-            self._sizes[lease] = size
+        while self._sizes and sum(self._sizes.values()) + size > self.limit:
+            await self._next_release()
+        self._sizes[lease] = size
 
     def release(self, lease: str) -> None:
         self._sizes.pop(lease, None)
-        asyncio.ensure_future(self._notify())
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+        self._released.set()
 
     async def empty(self, timeout: float) -> None:
         """Wait until everything is acknowledged, or for `timeout` seconds."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout), self._changed:
-                await self._changed.wait_for(lambda: not self._sizes)
+            async with asyncio.timeout(timeout):
+                while self._sizes:
+                    await self._next_release()
+
+    async def _next_release(self) -> None:
+        self._released.clear()
+        await self._released.wait()
 
 
 def _load_tokenizer(config: RunConfig) -> Any:
@@ -262,19 +250,11 @@ def _load_tokenizer(config: RunConfig) -> Any:
     return tokenizer
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m molt_hpc rollout")
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--broker", required=True)
-    parser.add_argument("--attempt", type=int, required=True)
-    parser.add_argument("--node-rank", type=int, default=0)
-    args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    config = load(RunConfig, args.run / "config.toml")
-
-    async def run() -> int:
-        return await Worker(args.run, config, args.broker, args.attempt, args.node_rank).main()
+def serve(run: Path, broker: str, attempt: int, node_rank: int) -> int:
+    """Be the worker of a node to the end; returns the exit code."""
+    async def main() -> int:
+        return await Worker(run, load(RunConfig, run / "config.toml"), broker, attempt, node_rank).main()
 
     with contextlib.suppress(KeyboardInterrupt):
-        return asyncio.run(run())
+        return asyncio.run(main())
     return 130

@@ -1,9 +1,6 @@
 """What the supervisor says: to the terminal, or as plain lines, and always to its log file."""
 
-from __future__ import annotations
-
 import re
-import sys
 import time
 from pathlib import Path
 
@@ -11,51 +8,44 @@ from rich.console import Console as RichConsole
 from rich.markup import escape
 from rich.status import Status
 
+PLAIN = {"highlight": False, "emoji": False, "soft_wrap": True}
+"""Text as it is: rich adds colours where this file asks for them, and nothing else."""
+
 
 class Console:
     """Step lines and messages. On a terminal with colours and one live line of what is awaited; plain elsewhere."""
 
     def __init__(self, log: Path):
         self._log = open(log, "a", buffering=1)
-        self._rich = RichConsole(highlight=False) if sys.stdout.isatty() else None
+        self._out, self._err = RichConsole(**PLAIN), RichConsole(stderr=True, **PLAIN)
         self._status: Status | None = None
 
     def say(self, text: str) -> None:
         self._write(text)
-        if self._rich:
-            self._rich.print(escape(text))
-        else:
-            print(text, flush=True)
+        self._out.print(escape(text))
 
     def waiting(self, text: str | None) -> None:
         """The live line of a terminal; None removes it. Nothing is written elsewhere."""
-        if self._rich is None:
-            return
-        if text is None:
-            if self._status:
-                self._status.stop()
+        if self._status is not None and text is None:
+            self._status.stop()
             self._status = None
-        elif self._status:
+        elif self._status is not None:
             self._status.update(escape(text))
-        else:
-            self._status = self._rich.status(escape(text))
+        elif text is not None and self._out.is_terminal:
+            self._status = self._out.status(escape(text))
             self._status.start()
 
     def error(self, text: str) -> None:
         """One line on standard error, then whatever follows in `detail`."""
         self.waiting(None)
         self._write(f"error: {text}")
-        line = f"molt_hpc: error: {text}"
-        if sys.stderr.isatty():
-            RichConsole(stderr=True, highlight=False).print(f"[bold red]{escape(line)}[/]", soft_wrap=True)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        self._err.print(f"[bold red]molt_hpc: error: {escape(text)}[/]")
 
     def detail(self, title: str, lines: list[str]) -> None:
         """The end of a role's log under an error."""
         text = "\n".join([title, *(f"  | {line}" for line in lines)])
         self._write(text)
-        print(text, file=sys.stderr, flush=True)
+        self._err.print(escape(text))
 
     def close(self) -> None:
         self.waiting(None)

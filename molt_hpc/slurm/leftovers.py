@@ -4,11 +4,11 @@ Guards end what a run started; this finds on this node whatever escaped all of t
 guard's two processes were killed in the same instant).
 """
 
-from __future__ import annotations
-
+import contextlib
 import os
 import signal
 import time
+from pathlib import Path
 
 RUN_ID = "MOLT_HPC_RUN_ID"
 """Environment variable that every process of a run carries."""
@@ -18,13 +18,9 @@ def find_processes(run_id: str) -> list[int]:
     """Living processes on this node whose environment names the run, this process left out."""
     wanted, found = f"{RUN_ID}={run_id}".encode(), []
     for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/environ", "rb") as file:
-                variables = file.read().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-        if wanted in variables and int(name) != os.getpid():
-            found.append(int(name))
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            if wanted in Path(f"/proc/{name}/environ").read_bytes().split(b"\0") and int(name) != os.getpid():
+                found.append(int(name))
     return found
 
 
@@ -37,9 +33,7 @@ def end_processes(run_id: str, patience: float = 5.0) -> tuple[list[int], list[i
             break
         for pid in left:
             killed.add(pid)
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         time.sleep(0.05)
     return sorted(killed), left

@@ -3,8 +3,6 @@
 An error found here costs a second; found by the last of twenty processes it costs half an hour.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shlex
@@ -14,22 +12,20 @@ from pathlib import Path
 
 from molt_hpc import config as configuration
 from molt_hpc.config import RunConfig
+from molt_hpc.rollout.engine import is_cpu_build
 from molt_hpc.slurm.roles import RoleCommand, role_command, torchrun_line
-from molt_hpc.slurm.steps import Launcher, LocalLauncher, SrunLauncher
-from molt_hpc.slurm.topology import Machine, Step, Topology, plan, world_sizes
+from molt_hpc.slurm.steps import command_line
+from molt_hpc.slurm.topology import Machine, Step, Topology, plan
 
 
 def this_machine(env: Mapping[str, str]) -> Machine:
     """Name, usable cores and visible GPUs of the machine that this runs on."""
-    return Machine(socket.gethostname(), len(os.sched_getaffinity(0)), _visible_gpus(env))
-
-
-def _visible_gpus(env: Mapping[str, str]) -> tuple[str, ...]:
     chosen = env.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return tuple(part.strip() for part in chosen.split(",") if part.strip() not in ("", "-1"))
-    folder = Path("/proc/driver/nvidia/gpus")
-    return tuple(str(index) for index in range(len(list(folder.iterdir())))) if folder.is_dir() else ()
+    if chosen is None:
+        gpus = [str(index) for index, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
+    else:
+        gpus = [part.strip() for part in chosen.split(",") if part.strip() not in ("", "-1")]
+    return Machine(socket.gethostname(), len(os.sched_getaffinity(0)), tuple(gpus))
 
 
 def preflight(config: RunConfig, env: Mapping[str, str]) -> Topology:
@@ -43,25 +39,22 @@ def preflight(config: RunConfig, env: Mapping[str, str]) -> Topology:
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Check the model folder, every prompt, the agent file and needed packages. Raises ValueError."""
-    check_model(config.actor.model_name_or_path)
-    for name in ("ref", "critic"):
-        if folder := getattr(config, name).model_name_or_path:
-            check_model(folder, f"{name}.model_name_or_path")
+    """Check the model folder, every prompt, the agent file, needed packages and what this vLLM can do. Raises ValueError."""
+    for option, wanted in (("rollout.top_k", config.rollout.top_k), ("train.routing_replay", config.train.routing_replay)):
+        if wanted and is_cpu_build():
+            raise ValueError(f"{option} needs vLLM's model runner V2, which its CPU build has not: it takes GPUs")
+    for name in ("actor", "ref", "critic"):
+        folder, option = Path(getattr(config, name).model_name_or_path), f"{name}.model_name_or_path"
+        if not folder.is_dir():
+            raise ValueError(f"{option}: there is no folder {folder}")
+        if folder != Path() and not (folder / "config.json").is_file():  # unset: the actor's
+            raise ValueError(f"{option}: {folder} has no config.json, so it is not a model's folder")
     if config.logger.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("logger.tensorboard: the package tensorboard is not installed; install it or set --logger.tensorboard false")
     from molt_hpc.agents.loader import load_agent
-    from molt_hpc.data.prompts import check_prompts
-    check_prompts(config)
+    from molt_hpc.data.prompts import read_files
+    read_files(config.data)
     load_agent(config.train.agent_path)
-
-
-def check_model(folder: str, option: str = "actor.model_name_or_path") -> None:
-    """Raise ValueError unless this is a folder of a Hugging Face model."""
-    if not Path(folder).is_dir():
-        raise ValueError(f"{option}: there is no folder {folder}")
-    if not (Path(folder) / "config.json").is_file():
-        raise ValueError(f"{option}: {folder} has no config.json, so it is not a model's folder")
 
 
 def check_run_folder(run: Path, resume: bool = False) -> None:
@@ -75,11 +68,7 @@ def check_run_folder(run: Path, resume: bool = False) -> None:
         raise ValueError(f"ckpt.resume: {run} has files but no config.toml: it is not the folder of a run")
 
 
-def make_launcher(topology: Topology) -> Launcher:
-    return SrunLauncher() if topology.launcher == "srun" else LocalLauncher()
-
-
-def broker_step(topology: Topology) -> Step:
+def broker_step() -> Step:
     """The broker runs beside the supervisor, as its local child, on one core."""
     return Step("broker", (socket.gethostname(),), 0, None, 1, 1, 0)
 
@@ -87,19 +76,18 @@ def broker_step(topology: Topology) -> Step:
 def report(config: RunConfig, topology: Topology, command: RoleCommand = role_command) -> str:
     """What `check` prints: configuration, places, world sizes, and every command line with <ADDRESS> for what is not yet known."""
     run, logs = Path(config.output_dir), Path(config.output_dir) / "logs" / "attempt_1"
-    sizes, launcher = world_sizes(config), make_launcher(topology)
-    broker, address = broker_step(topology), "<ADDRESS>"
-    lines = [shlex.join(LocalLauncher().line(broker, command(broker, run, 1, "<HOST>"), logs))]
-    lines += [shlex.join(launcher.line(step, command(step, run, 1, address), logs)) for step in topology.steps]
-    actor = config.actor
+    broker, address = broker_step(), "<ADDRESS>"
+    lines = [shlex.join(command_line("local", broker, command(broker, run, 1, "<HOST>"), logs))]
+    lines += [shlex.join(command_line(topology.launcher, step, command(step, run, 1, address), logs)) for step in topology.steps]
+    actor, vllm = config.actor, config.vllm
     lines.append("on each training node: " + shlex.join(torchrun_line(
         run, address, 1, 0, actor.num_nodes, actor.num_procs_per_node, "<HOST>", 0)).replace("--master-port=0", "--master-port=<PORT>"))
-    shards = config.fsdp.tp_size * config.fsdp.ep_size
+    ranks, engine_ranks = actor.num_nodes * actor.num_procs_per_node, vllm.num_engines * vllm.tensor_parallel_size
     return "\n".join([
         "# configuration", configuration.dump(config),
         "# topology", topology.describe(), "",
-        "# world sizes", f"training ranks: {sizes.training} ({actor.num_nodes} nodes x {actor.num_procs_per_node}), "
-        f"tensor x expert parallel {shards}, data parallel {sizes.training // config.fsdp.tp_size}",
-        f"engines: {sizes.engines} x tensor parallel {config.vllm.tensor_parallel_size} = {sizes.engine_ranks} engine ranks",
-        f"weight group: {sizes.weights} (training rank 0 and the engine ranks)", "",
+        "# world sizes", f"training ranks: {ranks} ({actor.num_nodes} nodes x {actor.num_procs_per_node}), "
+        f"tensor x expert parallel {config.fsdp.tp_size * config.fsdp.ep_size}, data parallel {ranks // config.fsdp.tp_size}",
+        f"engines: {vllm.num_engines} x tensor parallel {vllm.tensor_parallel_size} = {engine_ranks} engine ranks",
+        f"weight group: {1 + engine_ranks} (training rank 0 and the engine ranks)", "",
         "# commands", *lines])

@@ -1,7 +1,6 @@
 """The roles' command lines: what the launchers start, and what a role makes of them on its node."""
 
-from __future__ import annotations
-
+import contextlib
 import logging
 import os
 import socket
@@ -68,25 +67,17 @@ def meeting_point(run: Path, broker: str, attempt: int, rank: int, nodes: int, t
     """
     if nodes == 1:
         return "127.0.0.1", free_port("127.0.0.1")
-    client = BrokerClient(run, broker, "rendezvous", f"rendezvous_n{rank}", attempt)
-    try:
+    with contextlib.closing(BrokerClient(run, broker, "rendezvous", f"rendezvous_n{rank}", attempt)) as client:
         if rank == 0:
             target = urlsplit(broker)
             host = address_towards(target.hostname, target.port)
-            port = free_port(host)
-            client.request("publish", {"key": RENDEZVOUS, "value": [host, port]})
-            return host, port
-        return _look_up(client, rank, timeout)
-    finally:
-        client.close()
-
-
-def _look_up(client: object, rank: int, timeout: float) -> tuple[str, int]:
-    deadline = time.monotonic() + timeout
-    log.info("node rank %d waits up to %.0f s for node rank 0 to publish the meeting point", rank, timeout)
-    while time.monotonic() < deadline:
-        value = client.request("lookup", {"key": RENDEZVOUS})["value"]
-        if value is not None:
-            return value[0], int(value[1])
-        time.sleep(0.2)
-    raise TimeoutError(f"training node {rank}: node 0 did not publish the meeting point within {timeout:.0f} s")
+            meeting = [host, free_port(host)]
+            client.request("publish", {"key": RENDEZVOUS, "value": meeting})
+        else:
+            log.info("node rank %d waits up to %.0f s for node rank 0 to publish the meeting point", rank, timeout)
+            deadline = time.monotonic() + timeout
+            while (meeting := client.request("lookup", {"key": RENDEZVOUS})["value"]) is None:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"training node {rank}: node 0 did not publish the meeting point within {timeout:.0f} s")
+                time.sleep(0.2)
+    return meeting[0], meeting[1]

@@ -1,12 +1,11 @@
-"""Starting a role: as a plain local process, or as an `srun` step. One interface, `start`.
+"""Starting a role: as a plain local process, or as an `srun` step; `launcher` is local or srun.
 
 Both keep the write end of a pipe as the role's life line. Its bytes are signals for every task
 of the step, its end takes every task down, also when this process was killed: the guard around each
 task reads it (see molt_hpc/guard.py), on this node directly and on others through srun.
 """
 
-from __future__ import annotations
-
+import contextlib
 import fnmatch
 import os
 import re
@@ -15,11 +14,10 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from molt_hpc.guard import guarded
 from molt_hpc.slurm.leftovers import RUN_ID
-from molt_hpc.slurm.topology import Step
+from molt_hpc.slurm.topology import Step, expand_numbers
 
 PASSED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "LANG", "LC_*", "TMPDIR", "LD_LIBRARY_PATH", "PYTHON*",
           "VIRTUAL_ENV", "CONDA_PREFIX", "XDG_CACHE_HOME", "SSL_CERT_*", "*_proxy", "*_PROXY", "HF_*", "TRANSFORMERS_*",
@@ -46,37 +44,22 @@ class Task:
 
 
 class Handle:
-    """A started step. `poll` is its exit code once all of it has ended."""
+    """A started step. `poll` is its exit code once all of it has ended; `srun_log`: srun's own output, of this start from byte `log_start` on."""
 
-    def __init__(self, step: Step, tasks: list[Task], process: subprocess.Popen, launcher_log: Path | None = None, log_start: int = 0):
-        self.step, self.tasks, self._process, self._launcher_log = step, tasks, process, launcher_log
-        self._log_start = log_start
-
-    @property
-    def role(self) -> str:
-        return self.step.role
-
-    def poll(self) -> int | None:
-        return self._process.poll()
-
-    def signal(self, number: int) -> None:
-        """Send TERM, INT, USR1 or USR2 to every task."""
-        try:
-            self._process.stdin.write(bytes([number]))
-            self._process.stdin.flush()
-        except (BrokenPipeError, ValueError):
-            pass  # it has ended or is being taken down
+    def __init__(self, step: Step, tasks: list[Task], process: subprocess.Popen, srun_log: Path | None, log_start: int):
+        self.step, self.role, self.tasks, self.poll = step, step.role, tasks, process.poll
+        self._process, self._srun_log, self._log_start = process, srun_log, log_start
 
     def terminate(self) -> None:
         """Ask every task to end."""
-        self.signal(signal.SIGTERM)
+        with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended or is being taken down
+            self._process.stdin.write(bytes([signal.SIGTERM]))
+            self._process.stdin.flush()
 
     def kill(self) -> None:
         """Take every task down with all its descendants; the guards do it, within seconds."""
-        try:
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        except BrokenPipeError:
-            pass
 
     def kill_launcher(self) -> None:
         """For a guard or srun that does not end by itself: SIGKILL. The keeper or Slurm does the rest."""
@@ -84,76 +67,50 @@ class Handle:
 
     def ends(self) -> list[tuple[Task, str]]:
         """The tasks known to have ended, with a text such as `exit code 7`, in the order they ended."""
-        if self._launcher_log is not None:
-            reported = parse_srun_errors(self._launcher_text())
-            named = [(self.tasks[index], how) for index, how in reported if index < len(self.tasks)]
-            if named:
-                return named
+        named = [(self.tasks[index], how) for index, how in parse_srun_errors(self._srun_text()) if index < len(self.tasks)]
         code = self.poll()
-        return [] if code is None else [(task, describe_code(code)) for task in self.tasks]
+        return named or ([] if code is None else [(task, describe_code(code)) for task in self.tasks])
 
     def launcher_message(self) -> str:
         """What srun itself said last; empty for a local process."""
-        lines = [line for line in self._launcher_text().splitlines() if line.strip()]
-        return lines[-1] if lines else ""
+        return next((line for line in reversed(self._srun_text().splitlines()) if line.strip()), "")
 
-    def _launcher_text(self) -> str:
-        """srun's own output about this start of the step; the file may begin with that of an earlier one."""
-        return "" if self._launcher_log is None else self._launcher_log.read_bytes()[self._log_start:].decode(errors="replace")
+    def _srun_text(self) -> str:
+        return "" if self._srun_log is None else self._srun_log.read_bytes()[self._log_start:].decode(errors="replace")
 
     def slurm_reason(self) -> str:
         """Why Slurm ended this step, in its words (`node failure`, `time limit`); empty if it did not say."""
-        if self._launcher_log is None:
+        if self._srun_log is None:
             return ""
-        text = self._launcher_text()
+        text = self._srun_text()
         text += "".join(task.log.read_text(errors="replace")[-4096:] for task in self.tasks if task.log.exists())
         node = re.search(r"Node failure on (\S+)", text)
         reason = re.search(r"CANCELLED AT \S+ DUE TO ([A-Z ]+)", text)
         return f"node failure on {node[1]}" if node else reason[1].strip().lower() if reason else ""
 
 
-class Launcher(Protocol):
-    def start(self, step: Step, argv: list[str], env: dict[str, str], logs: Path) -> Handle:
-        """Start `argv` once on each node of the step; the tasks' output goes to files in `logs`."""
-
-    def line(self, step: Step, argv: list[str], logs: Path) -> list[str]:
-        """The command line that `start` runs."""
-
-
-class LocalLauncher:
-    """Roles as guarded child processes of this one."""
-
-    def line(self, step: Step, argv: list[str], logs: Path) -> list[str]:
+def command_line(launcher: str, step: Step, argv: list[str], logs: Path) -> list[str]:
+    """What `start` runs: `argv` under a guard, by srun once on each node of the step."""
+    if launcher == "local":
         return guarded(argv, grace=GUARD_GRACE, control_stdin=True, owner=os.getpid())
+    count = len(step.nodes)
+    group = [] if step.het_group is None else [f"--het-group={step.het_group}"]
+    # --overlap: a step of ours has its nodes for itself, and must not wait for a shell or driver that runs as a step
+    return ["srun", *group, f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--cpus-per-task={step.cores}",
+            f"--nodelist={','.join(step.nodes)}", f"--job-name={step.role}", "--overlap", "--kill-on-bad-exit=1", "--mpi=none",
+            "--export=ALL", "--input=all", f"--output={logs / log_name(step, None)}", "--open-mode=append",
+            *guarded(argv, grace=GUARD_GRACE, control_stdin=True)]
 
-    def start(self, step: Step, argv: list[str], env: dict[str, str], logs: Path) -> Handle:
-        task = Task(step.task_name(0), step.nodes[0], logs / log_name(step, 0))
-        with open(task.log, "ab") as log:
-            process = subprocess.Popen(self.line(step, argv, logs), env=env, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
-                                       start_new_session=True)
-        return Handle(step, [task], process)
 
-
-class SrunLauncher:
-    """Roles as steps of the Slurm job that this process runs in."""
-
-    def line(self, step: Step, argv: list[str], logs: Path) -> list[str]:
-        count = len(step.nodes)
-        group = [] if step.het_group is None else [f"--het-group={step.het_group}"]
-        # --overlap: a step of ours has its nodes for itself, and must not wait for a shell or driver that runs as a step
-        return ["srun", *group, f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--cpus-per-task={step.cores}",
-                f"--nodelist={','.join(step.nodes)}", f"--job-name={step.role}", "--overlap", "--kill-on-bad-exit=1", "--mpi=none",
-                "--export=ALL", "--input=all", f"--output={logs / log_name(step, None)}", "--open-mode=append",
-                *guarded(argv, grace=GUARD_GRACE, control_stdin=True)]
-
-    def start(self, step: Step, argv: list[str], env: dict[str, str], logs: Path) -> Handle:
-        tasks = [Task(step.task_name(i), node, logs / log_name(step, i)) for i, node in enumerate(step.nodes)]
-        launcher_log = logs / f"{log_stem(step)}_srun.log"
-        with open(launcher_log, "ab") as log:
-            start = log.tell()
-            process = subprocess.Popen(self.line(step, argv, logs), env=env, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
-                                       start_new_session=True)
-        return Handle(step, tasks, process, launcher_log, start)
+def start(launcher: str, step: Step, argv: list[str], env: dict[str, str], logs: Path) -> Handle:
+    """Start `argv` once on each node of the step; the tasks' output goes to files in `logs`."""
+    tasks = [Task(step.task_name(i), node, logs / log_name(step, i)) for i, node in enumerate(step.nodes)]
+    srun_log = logs / f"{log_stem(step)}_srun.log" if launcher == "srun" else None
+    with open(srun_log or tasks[0].log, "ab") as log:
+        log_start = log.tell()
+        process = subprocess.Popen(command_line(launcher, step, argv, logs), env=env, stdin=subprocess.PIPE, stdout=log,
+                                   stderr=subprocess.STDOUT, start_new_session=True)
+    return Handle(step, tasks, process, srun_log, log_start)
 
 
 def log_stem(step: Step) -> str:
@@ -185,13 +142,9 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 def describe_code(code: int) -> str:
     """`exit code 7`, or the signal's name for 128 + signal and for a negative code."""
+    names = {number.value: number.name for number in signal.Signals}
     number = -code if code < 0 else code - 128
-    if number > 0:
-        try:
-            return f"killed by {signal.Signals(number).name}"
-        except ValueError:
-            pass
-    return f"exit code {code}"
+    return f"killed by {names[number]}" if number in names else f"exit code {code}"
 
 
 def parse_srun_errors(text: str) -> list[tuple[int, str]]:
@@ -203,7 +156,5 @@ def parse_srun_errors(text: str) -> list[tuple[int, str]]:
     for match in re.finditer(r"^srun: error: \S+: tasks? ([\d,-]+): (.+)$", text, re.MULTILINE):
         code = re.search(r"exit code (\d+)", match[2])
         how = describe_code(int(code[1])) if code else match[2].strip().lower()
-        for item in match[1].split(","):
-            first, _, last = item.partition("-")
-            found += [(index, how) for index in range(int(first), int(last or first) + 1)]
+        found += [(int(index), how) for index in expand_numbers(match[1])]
     return found

@@ -3,8 +3,7 @@
 It lives in the package, not in the launcher, because the job unpickles it by its import path.
 """
 
-from __future__ import annotations
-
+import contextlib
 import json
 import os
 import signal
@@ -71,18 +70,12 @@ class TrainingJob:
     def checkpoint(self) -> Any:
         """Called by submitit before the job is taken away: stop the run, then name what to run after a requeue."""
         from submitit.helpers import DelayedSubmission
-        self._stop(signal.SIGUSR1)
+        if self._child is not None:
+            self._child.send_signal(signal.SIGUSR1)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(STOP_PATIENCE)
         return DelayedSubmission(replace(self, _child=None))
 
     def _on_cancel(self, number: int, _frame: object) -> None:
         if self._child is not None:
             self._child.send_signal(number)
-
-    def _stop(self, number: int) -> None:
-        """Ask the run to end and wait for it."""
-        if self._child is None:
-            return
-        self._child.send_signal(number)
-        deadline = time.monotonic() + STOP_PATIENCE
-        while self._child.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)

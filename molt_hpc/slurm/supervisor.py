@@ -7,8 +7,8 @@ However it ends, `_stop_everything` is the last thing that happens: a stop messa
 search for leftovers.
 """
 
-from __future__ import annotations
-
+import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -23,9 +23,9 @@ from molt_hpc.config import RunConfig
 from molt_hpc.guard import KILL_PATIENCE
 from molt_hpc.slurm.console import Console, find_reason, last_lines
 from molt_hpc.slurm.leftovers import end_processes
-from molt_hpc.slurm.preflight import broker_step, make_launcher
+from molt_hpc.slurm.preflight import broker_step
 from molt_hpc.slurm.roles import RoleCommand, role_command
-from molt_hpc.slurm.steps import GUARD_GRACE, Handle, LocalLauncher, Task, describe_code, role_environment
+from molt_hpc.slurm.steps import GUARD_GRACE, Handle, role_environment, start
 from molt_hpc.slurm.topology import Step, Topology
 
 LOOK = 0.2
@@ -69,15 +69,16 @@ class Supervisor:
         self.lines_seen = 0
         self.asked: int | None = None
         self.ended_early: dict[Handle, float] = {}
-        self.reported_ends: set[Handle] = set()
         self.restarts: Counter[Step] = Counter()
 
     def run(self) -> int:
-        previous = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._on_signal)
         code, reason = FAILED, "the supervisor ends"
         try:
             self._start_broker()
-            self._start_roles()
+            for step in self.topology.steps:
+                self.roles.append(self._start(step, self.address, self.topology.launcher))
             self._watch()
             self._let_roles_end()
             code, reason = DONE, "the run is done"
@@ -86,8 +87,6 @@ class Supervisor:
             self._report(failure)
         finally:
             self._stop_everything(reason)
-            for number, handler in previous.items():
-                signal.signal(number, handler)
             self.console.say(f"run {self.run_folder}: {'done' if code == DONE else 'failed'} after step {self.status['step']}")
             self.console.close()
         return code
@@ -106,29 +105,23 @@ class Supervisor:
 
     # starting ------------------------------------------------------------------------------
 
-    def _start(self, step: Step, where: str, launcher_name: str) -> Handle:
-        launcher = LocalLauncher() if launcher_name == "local" else make_launcher(self.topology)
-        env = role_environment(self.env, step, self.run_id, launcher_name, self.config.launch.pass_env)
+    def _start(self, step: Step, where: str, launcher: str) -> Handle:
+        env = role_environment(self.env, step, self.run_id, launcher, self.config.launch.pass_env)
         argv = self.command(step, self.run_folder, self.attempt, where)
         self.console.say(f"starting {step.role} on {','.join(step.nodes)}, {step.omp_threads} threads a process")
         try:
-            return launcher.start(step, argv, env, self.logs)
+            return start(launcher, step, argv, env, self.logs)
         except OSError as error:
             raise Failure(f"{step.role} cannot be started: {error}") from None
 
     def _start_broker(self) -> None:
-        self.broker = self._start(broker_step(self.topology), listening_host(self.topology), "local")
-        deadline, address = time.monotonic() + ENDPOINT_TIMEOUT, None
-        while address is None:
-            self._check_asked()
-            try:
-                address = wait_for_endpoint(self.run_folder, self.attempt, LOOK)
-            except TimeoutError:
-                if self.broker.poll() is not None:
-                    raise self._end_of(self.broker) from None
-                if time.monotonic() > deadline:
-                    raise Failure(f"the broker did not write its address to {self.run_folder / 'endpoint.json'} within "
-                                  f"{ENDPOINT_TIMEOUT:.0f} s", self.broker) from None
+        self.broker = self._start(broker_step(), listening_host(self.topology), "local")
+        try:
+            address = wait_for_endpoint(self.run_folder, self.attempt, ENDPOINT_TIMEOUT, self._broker_lives)
+        except RuntimeError:
+            raise self._end_of(self.broker) from None
+        except TimeoutError as error:
+            raise Failure(str(error), self.broker) from None
         try:
             self.client = BrokerClient(self.run_folder, address, "supervisor", "supervisor", self.attempt, timeout=ENDPOINT_TIMEOUT)
         except (TimeoutError, Refused, RunStopped) as error:
@@ -136,17 +129,16 @@ class Supervisor:
         self.address = address
         self.console.say(f"the broker listens on {address}")
 
-    def _start_roles(self) -> None:
-        for step in self.topology.steps:
-            self._check_asked()
-            self.roles.append(self._start(step, self.address, self.topology.launcher))
+    def _broker_lives(self) -> bool:
+        self._check_asked()
+        return self.broker.poll() is None
 
     # watching ------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         """Return when the broker has ended with 0; raise Failure for everything else that ends the run."""
         started = last_answer = time.monotonic()
-        next_status, next_report = started, started + WAIT_REPORT
+        next_status, self.next_report = started, started + WAIT_REPORT
         while True:
             self._check_asked()
             if self.broker.poll() is not None:
@@ -161,24 +153,23 @@ class Supervisor:
                 next_status = time.monotonic() + STATUS_INTERVAL
             if now - last_answer > self.config.broker.heartbeat_timeout:
                 raise Failure(f"the broker at {self.address} has not answered for {now - last_answer:.0f} s", self.broker)
-            next_report = self._check_roll_call(now, started, next_report)
+            self._check_roll_call(now - started)
             time.sleep(LOOK)
 
-    def _check_roll_call(self, now: float, started: float, next_report: float) -> float:
-        """Say whom the roll call waits for, end it at its deadline; returns when to say so again."""
+    def _check_roll_call(self, waited: float) -> None:
+        """Say whom the roll call waits for, end it at its deadline."""
         if self.status["phase"] != "roll_call":
             total = self.status.get("total_steps", "?")
             self.console.waiting(f"{self.status['phase']}: step {self.status['step']} of {total}, weights version {self.status['version']}")
-            return next_report
+            return
         missing, limit = ", ".join(self.status["missing"]) or "the broker's first status", self.config.launch.roll_call_timeout
-        text = f"waiting for {missing} to report ({now - started:.0f} of {limit:.0f} s)"
+        text = f"waiting for {missing} to report ({waited:.0f} of {limit:.0f} s)"
         self.console.waiting(text)
-        if now - started > limit:
+        if waited > limit:
             raise Failure(f"roll call: no report within {limit:.0f} s (launch.roll_call_timeout) from {missing}")
-        if now >= next_report:
+        if time.monotonic() >= self.next_report:
             self.console.say(text)
-            return now + WAIT_REPORT
-        return next_report
+            self.next_report += WAIT_REPORT
 
     def _ask_status(self) -> bool:
         """Fetch the broker's status and print its new step lines; False if no answer came."""
@@ -201,15 +192,12 @@ class Supervisor:
     def _look_at(self, handle: Handle) -> None:
         """Raise Failure if this step has ended and should not have."""
         code = handle.poll()
-        if code is None or handle in self.reported_ends:
+        if code is None:
             return
         if handle not in self.ended_early:
             self.ended_early[handle] = time.monotonic() + self.config.launch.stop_grace
             self._ask_status()
-        if self.status["phase"] == "done":
-            self.reported_ends.add(handle)
-            self.console.say(f"{handle.role} has ended ({describe_code(code)})")
-        elif code != 0 or time.monotonic() > self.ended_early[handle]:
+        if self.status["phase"] != "done" and (code != 0 or time.monotonic() > self.ended_early[handle]):
             failure = self._end_of(handle)
             if code == 0 or not self._start_again(handle, failure):
                 raise failure
@@ -251,14 +239,12 @@ class Supervisor:
     def _report(self, failure: Failure) -> None:
         """One line with the reason, then the last lines of the logs that explain it."""
         self.console.error(str(failure))
-        handle = failure.handle
-        if handle is not None:
-            ended: list[Task] = [task for task, _ in handle.ends()[:1]] or handle.tasks[:1]
-            for task in ended:
-                self.console.detail(f"last lines of {task.log}:", last_lines(task.log))
-        elif self.asked is None:
-            for task in [t for h in self.roles for t in h.tasks][:4]:
-                self.console.detail(f"last lines of {task.log}:", last_lines(task.log, 5))
+        if failure.handle is not None:
+            tasks, count = ([task for task, _ in failure.handle.ends()] or failure.handle.tasks)[:1], 20
+        else:
+            tasks, count = [] if self.asked else [task for handle in self.roles for task in handle.tasks][:4], 5
+        for task in tasks:
+            self.console.detail(f"last lines of {task.log}:", last_lines(task.log, count))
 
     def _let_roles_end(self) -> None:
         """The broker is done: the others have the grace to end by themselves."""
@@ -281,29 +267,20 @@ class Supervisor:
         handles = [*self.roles, *([self.broker] if self.broker else [])]
         grace = self.config.launch.stop_grace
         if self.client is not None and self.broker.poll() is None:
-            self._send_stop(reason)
+            with contextlib.suppress(TimeoutError, RunStopped, Refused):  # it ends, or hangs; TERM follows
+                self.client.request("stop", {"reason": reason}, timeout=STATUS_TIMEOUT)
             self._wait_for_end(self.roles, grace / 2)
-        for handle in handles:
-            handle.terminate()
-        self._wait_for_end(handles, grace / 2)
-        for handle in handles:
-            handle.kill()
-        if not self._wait_for_end(handles, TAKE_DOWN):
+        for action, patience in ((Handle.terminate, grace / 2), (Handle.kill, TAKE_DOWN), (Handle.kill_launcher, TAKE_DOWN)):
             for handle in [h for h in handles if h.poll() is None]:
-                self.console.say(f"{handle.role} did not end: killing its launcher")
-                handle.kill_launcher()
-            self._wait_for_end(handles, TAKE_DOWN)
+                if action is Handle.kill_launcher:
+                    self.console.say(f"{handle.role} did not end: killing its launcher")
+                action(handle)
+            self._wait_for_end(handles, patience)
         if self.client is not None:
             self.client.close()
         killed, left = end_processes(self.run_id)
         if killed or left:
             self.console.say(f"processes that had escaped were killed: {killed}; still there: {left}")
-
-    def _send_stop(self, reason: str) -> None:
-        try:
-            self.client.request("stop", {"reason": reason}, timeout=STATUS_TIMEOUT)
-        except (TimeoutError, RunStopped, Refused):
-            pass  # it ends, or hangs; TERM follows
 
 
 def listening_host(topology: Topology) -> str:
@@ -315,12 +292,9 @@ def listening_host(topology: Topology) -> str:
         return "127.0.0.1"
     here = socket.gethostname().split(".")[0]
     others = [node for step in topology.steps for node in step.nodes if node != here]
-    for node in others:
-        for name in (node, _slurm_address(node)):
-            try:
-                return address_towards(name) if name else ""
-            except OSError:
-                continue
+    for name in filter(None, itertools.chain(others, map(_slurm_address, others))):
+        with contextlib.suppress(OSError):
+            return address_towards(name)
     raise Failure(f"the broker cannot tell on which address to listen: none of {', '.join(others)} resolves")
 
 

@@ -6,8 +6,7 @@ rolls out; in one plain allocation the first `actor.num_nodes` nodes train and t
 environment and machine, so every case is a unit test.
 """
 
-from __future__ import annotations
-
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,24 +65,6 @@ class Topology:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
-@dataclass(frozen=True)
-class WorldSizes:
-    """Training ranks, vLLM servers and their ranks, and the group that carries weights (training rank 0 and all engine ranks)."""
-
-    training: int
-    engines: int
-    engine_ranks: int
-
-    @property
-    def weights(self) -> int:
-        return 1 + self.engine_ranks
-
-
-def world_sizes(config: RunConfig) -> WorldSizes:
-    engines = config.vllm.num_engines
-    return WorldSizes(config.actor.num_nodes * config.actor.num_procs_per_node, engines, engines * config.vllm.tensor_parallel_size)
-
-
 def plan(config: RunConfig, env: Mapping[str, str], machine: Machine) -> Topology:
     """Decide the topology. Raises ValueError if the place has too few nodes or GPUs."""
     launcher = config.launch.launcher
@@ -92,17 +73,7 @@ def plan(config: RunConfig, env: Mapping[str, str], machine: Machine) -> Topolog
         raise ValueError("launch.launcher: srun needs a Slurm job and SLURM_JOB_ID is not set; submit with sbatch, or use auto or local")
     if launcher == "local" or not in_job:
         return _local(config, machine)
-    if int(env.get("SLURM_HET_SIZE", "1")) > 1:
-        return _het(config, env)
-    return _plain(config, env)
-
-
-def _step(config: RunConfig, role: str, nodes: list[str], cores: int, has_gpus: bool, first_rank: int = 0,
-          het_group: int | None = None, devices: tuple[str, ...] = ()) -> Step:
-    """A step whose processes are counted from the configuration; `cores` are those of one node."""
-    processes = processes_per_node(config, role)
-    return Step(role, tuple(nodes), first_rank, het_group, config.launch.cpus_per_node or cores, processes,
-                processes if has_gpus else 0, devices)
+    return _slurm(config, env)
 
 
 def processes_per_node(config: RunConfig, role: str) -> int:
@@ -134,35 +105,31 @@ def _local(config: RunConfig, machine: Machine) -> Topology:
     return Topology("local machine", "local", tuple(steps))
 
 
-def _plain(config: RunConfig, env: Mapping[str, str]) -> Topology:
-    nodes = expand_nodes(env["SLURM_JOB_NODELIST"])
-    training, rollout = config.actor.num_nodes, config.rollout.num_nodes
-    _need_nodes(config, len(nodes), len(nodes) - training, f"the allocation has {len(nodes)}")
-    cores = smallest_count(env.get("SLURM_JOB_CPUS_PER_NODE", "1"))
-    gpus = _has_gpus(env, "")
-    steps = (_step(config, "actor", nodes[:training], cores, gpus),
-             _step(config, "rollout", nodes[training:training + rollout], cores, gpus))
-    spare = nodes[training + rollout:]
-    notes = (f"{len(spare)} nodes of the allocation stay idle: {','.join(spare)}",) if spare else ()
-    return Topology("one plain allocation", "srun", steps, notes)
-
-
-def _het(config: RunConfig, env: Mapping[str, str]) -> Topology:
-    groups = [expand_nodes(env[f"SLURM_JOB_NODELIST_HET_GROUP_{g}"]) for g in range(int(env["SLURM_HET_SIZE"]))]
-    rolling = sum(len(nodes) for nodes in groups[1:])
-    _need_nodes(config, len(groups[0]), rolling, f"the job's component 0 has {len(groups[0])} and the others have {rolling}")
-    steps, notes, left, rank = [], [], {"actor": config.actor.num_nodes, "rollout": config.rollout.num_nodes}, 0
-    for group, nodes in enumerate(groups):
-        role = "actor" if group == 0 else "rollout"
-        used, spare = nodes[:left[role]], nodes[left[role]:]
-        left[role] -= len(used)
+def _slurm(config: RunConfig, env: Mapping[str, str]) -> Topology:
+    """The first part of the job trains, the others roll out; a plain allocation is split in two."""
+    size = int(env.get("SLURM_HET_SIZE", "1"))
+    if size > 1:
+        parts = [(group, f"_HET_GROUP_{group}", expand_nodes(env[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"])) for group in range(size)]
+        rolling = sum(len(nodes) for _, _, nodes in parts[1:])
+        place, found = "heterogeneous job", f"the job's component 0 has {len(parts[0][2])} and the others have {rolling}"
+    else:
+        nodes, training = expand_nodes(env["SLURM_JOB_NODELIST"]), config.actor.num_nodes
+        parts = [(None, "", nodes[:training]), (None, "", nodes[training:])]
+        place, found, rolling = "one plain allocation", f"the allocation has {len(nodes)}", len(parts[1][2])
+    _need_nodes(config, len(parts[0][2]), rolling, found)
+    steps, notes, rank = [], [], 0
+    for index, (group, suffix, nodes) in enumerate(parts):
+        role = "rollout" if index else "actor"
+        wanted = config.rollout.num_nodes - rank if index else config.actor.num_nodes
+        used, spare, processes = nodes[:wanted], nodes[wanted:], processes_per_node(config, role)
+        cores = config.launch.cpus_per_node or smallest_count(env.get("SLURM_JOB_CPUS_PER_NODE" + suffix, "1"))
         if used:
-            cores = smallest_count(env.get(f"SLURM_JOB_CPUS_PER_NODE_HET_GROUP_{group}", "1"))
-            steps.append(_step(config, role, used, cores, _has_gpus(env, f"_HET_GROUP_{group}"), rank if role == "rollout" else 0, group))
+            steps.append(Step(role, tuple(used), rank, group, cores, processes, processes if _has_gpus(env, suffix) else 0))
         if spare:
-            notes.append(f"{len(spare)} nodes of component {group} stay idle: {','.join(spare)}")
-        rank += len(used) if role == "rollout" else 0
-    return Topology("heterogeneous job", "srun", tuple(steps), tuple(notes))
+            where = "the allocation" if group is None else f"component {group}"
+            notes.append(f"{len(spare)} nodes of {where} stay idle: {','.join(spare)}")
+        rank += len(used) if index else 0
+    return Topology(place, "srun", tuple(steps), tuple(notes))
 
 
 def _has_gpus(env: Mapping[str, str], suffix: str) -> bool:
@@ -180,31 +147,19 @@ def expand_nodes(text: str) -> list[str]:
     Leading zeros are kept. Raises ValueError for a list that it cannot read.
     """
     names: list[str] = []
-    for part in _split_outside_brackets(text):
-        names += _expand_part(part)
-    if not names:
-        raise ValueError(f"node list {text!r}: no node in it")
+    for part in re.split(r",(?![^\[\]]*\])", text.strip()):
+        pieces = re.split(r"\[(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\]", part)  # what stands between brackets has an odd index
+        names += map("".join, itertools.product(*(expand_numbers(p) if i % 2 else [p] for i, p in enumerate(pieces))))
+    for name in names:
+        if not name or "[" in name or "]" in name:
+            raise ValueError(f"node list {text!r}: cannot read {name!r}")
     return names
 
 
-def _split_outside_brackets(text: str) -> list[str]:
-    if text.count("[") != text.count("]"):
-        raise ValueError(f"node list {text!r}: brackets do not match")
-    return [part for part in re.split(r",(?![^\[]*\])", text.strip()) if part]
-
-
-def _expand_part(part: str) -> list[str]:
-    match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]+)\](.*)", part)
-    if match is None:
-        if "[" in part or "]" in part:
-            raise ValueError(f"node list: cannot read {part!r}")
-        return [part]
-    head, ranges, rest = match.groups()
-    numbers: list[str] = []
+def expand_numbers(ranges: str) -> list[str]:
+    """The numbers of Slurm's short form, as in `1-3,05`."""
+    found: list[str] = []
     for item in ranges.split(","):
-        span = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
-        if span is None:
-            raise ValueError(f"node list: cannot read the range {item!r} of {part!r}")
-        first, last = span[1], span[2] or span[1]
-        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
-    return [head + number + tail for number in numbers for tail in (_expand_part(rest) if rest else [""])]
+        first, _, last = item.partition("-")
+        found += [str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1)]
+    return found

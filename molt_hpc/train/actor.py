@@ -20,8 +20,9 @@ from safetensors.numpy import save as save_arrays
 from molt_hpc.config import RunConfig, comma_list
 from molt_hpc.data.shards import Batch
 from molt_hpc.train import advantage
+from molt_hpc.train.apart import Apart
 from molt_hpc.train.collectives import broadcast_bytes, reduce_packed, share
-from molt_hpc.train.critic import Critic, build_reference
+from molt_hpc.train.critic import Critic, Reference
 from molt_hpc.train.gather import FullWeights
 from molt_hpc.train.loss import (
     LOSSES,
@@ -35,12 +36,11 @@ from molt_hpc.train.loss import (
     sequence_mean,
 )
 from molt_hpc.train.metrics import TokenSums, batch_metrics, token_metrics
-from molt_hpc.train.micro import MicroBatch, TokenTable, memory_explained, micro_batches, score_all, whole_sequences
+from molt_hpc.train.micro import MicroBatch, TokenTable, accumulate, score_all, share_plan, whole_sequences
 from molt_hpc.train.model import TrainModel, build_model
 from molt_hpc.train.optim import BadStep, Optimizers, TrainingError, build_optimizer, guarded_step, learning_rate
-from molt_hpc.train.planner import Plan, StepPlan, attention_costs, plan_batch, token_shares
-
-__all__ = ["Actor", "TrainingError"]
+from molt_hpc.train.planner import Plan, StepPlan, token_shares
+from molt_hpc.train.routing import replayed_routers
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +51,12 @@ ROUTERS = r"(\.gate|router)\.(weight|bias|e_score_correction_bias)$"
 class Actor:
     """Trains one policy; torch.distributed must be initialised (gloo on CPU, NCCL on GPUs).
 
-    total_steps: batches of the whole run, for the schedules that need it. `step` counts the batches trained so far, over
-    all attempts; `bad_steps` those in a row that had to be left out; `kl_coef` is the KL coefficient of the next batch.
+    total_steps: batches of the whole run, for the schedules that need it. store: torchrun's, by which a reference and a critic on
+    ranks of their own are reached. `step` counts the batches trained so far, over all attempts; `bad_steps` those in a row that
+    had to be left out; `kl_coef` is the KL coefficient of the next batch.
     """
 
-    def __init__(self, config: RunConfig, total_steps: int | None = None):
+    def __init__(self, config: RunConfig, total_steps: int | None = None, store: dist.Store | None = None):
         self.config, self.total_steps, chosen = config, total_steps, config.actor
         torch.manual_seed(config.train.seed)
         if config.train.deterministic:
@@ -63,32 +64,34 @@ class Actor:
             torch.use_deterministic_algorithms(True)
         if config.algo.plugin_path:
             runpy.run_path(config.algo.plugin_path)
-        self._check_names()
+        for registry, name in ((advantage.ESTIMATORS, config.algo.advantage.estimator), (LOSSES, chosen.loss_mode)):
+            registry[name]  # raises for a name that nobody registered
         self.model = build_model(chosen.model_name_or_path, chosen.backend, config.fsdp, chosen.gradient_checkpoint,
-                                 frozen=ROUTERS if chosen.freeze_moe_router else None, lora=chosen.lora)
+                                 frozen=ROUTERS if chosen.freeze_moe_router else None, lora=chosen.lora, run=config.output_dir)
         self.model.head.entropy_gradient = bool(chosen.entropy_coef)
-        self.optimizer = build_optimizer(self.model.named_parameters(), chosen)
+        self.model.routers = replayed_routers(self.model.module) if config.train.routing_replay else []
+        self.optimizer = build_optimizer(self.model.named_parameters(), chosen, config.fsdp.offload)
         self.kl_coef, self.step, self.bad_steps = config.algo.kl_coef(), 0, 0
-        self.reference = build_reference(config) if self.kl_coef else None
-        self.critic = Critic(config, total_steps) if config.algo.advantage.estimator == "gae" else None
+        self.reference = self.critic = None
+        if self.kl_coef:
+            self.reference = Apart("reference", store, self.device, None) if config.ref.num_procs else Reference(config)
+        if config.algo.advantage.estimator == "gae":
+            self.critic = Apart("critic", store, self.device, total_steps) if config.critic.num_procs else Critic(config, total_steps)
         learning_rate(chosen, 0.0, total_steps)
         self.loss_settings = LossSettings(*chosen.eps_clip_low_high, chosen.dual_clip, *config.algo.advantage.correction(),
                                           *config.algo.advantage.is_correction_threshold, chosen.sapo_temperatures)
-
-    def _check_names(self) -> None:
-        for option, name, known in (("algo.advantage.estimator", self.config.algo.advantage.estimator, advantage.ESTIMATORS),
-                                    ("actor.loss_mode", self.config.actor.loss_mode, LOSSES)):
-            if name not in known:
-                raise ValueError(f"{option}: expected one of {sorted(known)}, got {name!r}")
 
     @property
     def device(self) -> torch.device:
         return self.model.device
 
     def learners(self) -> list[tuple[str, TrainModel, Optimizers]]:
-        """(prefix of its names in a checkpoint, model, optimizer) of everything that learns."""
-        critic = [("critic.", self.critic.model, self.critic.optimizer)] if self.critic else []
-        return [("", self.model, self.optimizer), *critic]
+        """(prefix of its names in a checkpoint, model, optimizer) of everything that learns on these ranks."""
+        return [("", self.model, self.optimizer), *(self.critic.learners() if self.critic else [])]
+
+    def apart(self) -> list[Apart]:
+        """What learns on ranks of its own."""
+        return [self.critic] if isinstance(self.critic, Apart) else []
 
     def weights(self, dtype: torch.dtype | None = None) -> FullWeights:
         """The current weights; see FullWeights. All ranks must iterate together."""
@@ -115,12 +118,13 @@ class Actor:
         return metrics
 
     def _train(self, batch: Batch) -> dict[str, float]:
-        table = TokenTable(batch)
-        plan = self._share_plan(table)
+        table = TokenTable(batch, {"kept_counts": self.config.rollout.top_k > 0, "routed_experts": bool(self.model.routers)})
+        plan = share_plan(self.model, table, self.config.train)
         updates, frozen = self.config.train.max_epochs * len(plan.steps), self.step < self.config.actor.freezing_steps
         whole = whole_sequences(plan, table)
         self._prepare(plan, table, updates, whole)
         spread = self.config.actor.loss_mode in SEQUENCE_LOSSES and not whole
+        critic = self.critic.begin_training(table, plan, self.step) if self.critic else dict
         tokens, rows = TokenSums(), []
         for update in range(updates):
             step = plan.steps[update % len(plan.steps)]
@@ -130,15 +134,16 @@ class Actor:
             share_of_loss = self._backward(table, step, tokens, update < len(plan.steps), frozen)
             if not frozen:
                 rows.append((*guarded_step(self.optimizer, rate, self.config.actor.max_norm, share_of_loss, self.device), rate))
-        critic = self.critic.train(table, plan, self.step) if self.critic else {}
+        learned = critic()
         sums, maxima = reduce_packed(*tokens.totals(), self.device)
         loss, norm, _ = np.mean(rows, 0).tolist() if rows else (0.0, 0.0, 0.0)
         metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rows[-1][2] if rows else 0.0, "optimizer_steps": len(rows),
                    "micro_batches": sum(step.micro_batch_count for step in plan.steps) * self.config.train.max_epochs,
-                   **token_metrics(sums, maxima), **critic, **batch_metrics(batch, table["advantages"], self.config.reward.clip_range)}
+                   **token_metrics(sums, maxima), **learned, **batch_metrics(batch, table["advantages"], self.config.reward.clip_range)}
         if self.reference:
             metrics |= {"kl_mean": sums["kl"] / sums["tokens"], "kl_coef": self.kl_coef}
-            self._adapt_coefficient(metrics["kl_mean"], len(batch.rollout_reward))
+            if (kl := self.config.algo.kl).target is not None:
+                self.kl_coef = adapted_coefficient(self.kl_coef, metrics["kl_mean"], kl.target, kl.horizon, len(batch.rollout_reward))
         if metrics["trained_fraction"] == 0 and not frozen:
             log.warning("STEP %d TRAINS NOTHING: no token has both an advantage and a weight (groups with equal rewards: %.3f, "
                         "tokens masked by the importance correction: %.3f)", batch.step, metrics["frac_groups_zero_std"],
@@ -151,27 +156,13 @@ class Actor:
         total = max(1, self.total_steps - frozen) if self.total_steps else self.total_steps
         return learning_rate(self.config.actor, max(0.0, self.step - frozen) + fraction, total)
 
-    def _adapt_coefficient(self, measured: float, rollouts: int) -> None:
-        kl = self.config.algo.kl
-        if kl.target is not None:
-            self.kl_coef = adapted_coefficient(self.kl_coef, measured, kl.target, kl.horizon, rollouts)
-
-    def _share_plan(self, table: TokenTable) -> Plan:
-        """The plan as rank 0 made it."""
-        def make() -> bytes:
-            batch, lengths = table.batch, table.batch.segment_lengths.tolist()
-            plan = plan_batch(batch.rollout_group[batch.segment_rollout], lengths, table.counts.tolist(), self.model.data_size,
-                              self.config.train.max_tokens_per_gpu, self.config.train.batch_size,
-                              attention_costs(lengths, self.model.config.get_text_config().hidden_size))
-            return save_arrays(plan.to_arrays())
-
-        return Plan.from_arrays(self.model.data_size, load_arrays(share(make, self.device)))
-
     def _prepare(self, plan: Plan, table: TokenTable, updates: int, whole: bool) -> None:
         """Add to the table what is known before the first update: old log-probs, reference, values, advantages, shares, weights.
 
         whole: every rollout lies within one micro-batch.
         """
+        others = {"reference": self.reference, "values": self.critic}
+        begun = {name: other.begin_scores(table, plan) for name, other in others.items() if other}
         algo, versions = self.config.algo, table["versions"].astype(np.int64)
         level, in_reward = algo.advantage.correction()[0], self.reference is not None and not algo.kl.use_loss
         # what the importance correction looks at as one: a rollout, or the part of it that one version sampled
@@ -182,10 +173,7 @@ class Actor:
         # With one update and nothing to compute beforehand the policy's own pass gives them.
         elif updates > 1 or in_reward or (level in ("seq", "geo") and not whole):
             table.columns["old"] = score_all(self.model, table, plan.steps)
-        if self.reference:
-            table.columns["reference"] = score_all(self.reference, table, plan.steps)
-        if self.critic:
-            table.columns["values"] = score_all(self.critic.model, table, plan.steps)
+        table.columns |= {name: scores() for name, scores in begun.items()}
         table.columns |= load_arrays(share(lambda: save_arrays(self._estimate(plan, table)), self.device))
         if "old" in table.columns and level != "off":
             old, rollout = (torch.from_numpy(table[name]).to(self.model.score_dtype) for name in ("old", "rollout"))
@@ -209,7 +197,8 @@ class Actor:
             np.clip(batch.rollout_reward.astype(np.float64), *reward.clip_range), batch.rollout_group, table["sequence"],
             table["positions"], kl, table["values"].astype(np.float64) if self.critic else None,
             {name: np.array([float(r["info"][name]) for r in batch.rollouts]) for name in names}, tuple(comma_list(reward.part_weights)),
-            self.kl_coef, algo.advantage.gamma, algo.advantage.lam, not algo.advantage.no_whiten, algo.advantage.pass_k)
+            self.kl_coef, algo.advantage.gamma, algo.advantage.lam, not algo.advantage.no_whiten, algo.advantage.pass_k,
+            table.turn_rewards())
         advantages, returns = advantage.compute(algo.advantage.estimator, episodes)
         shares = np.zeros(len(advantages))
         for step in plan.steps:
@@ -227,21 +216,13 @@ class Actor:
 
     def _backward(self, table: TokenTable, step: StepPlan, tokens: TokenSums, first_pass: bool, frozen: bool = False) -> torch.Tensor:
         """Gradients of one optimizer step (none if frozen); returns this rank's share of the loss (float64) and adds to `tokens`."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for micro in micro_batches(self.model, table, step):
-            with memory_explained(micro, self.config.train.max_tokens_per_gpu), torch.set_grad_enabled(not frozen):
-                loss, old = self._micro_loss(micro, tokens)
-                if not frozen:
-                    loss.backward()
-            total += loss.detach().double()
+        def loss_of(micro: MicroBatch) -> torch.Tensor:
+            loss, old = self._micro_loss(micro, tokens)
             if first_pass:
                 tokens.add_gap(micro, old, table.batch.version)
-        if frozen:
-            self.model.reshard()
-        else:
-            self.model.finish_gradients()
-        # The ranks of a tensor-parallel group computed the same tokens: each gives its part.
-        return total * self.model.data_size / dist.get_world_size()
+            return loss
+
+        return accumulate(self.model, table, step, loss_of, frozen)
 
     def _micro_loss(self, micro: MicroBatch, tokens: TokenSums) -> tuple[torch.Tensor, torch.Tensor]:
         """(loss of a micro-batch, the trainer's old log-probs): policy loss, KL and entropy, each with the tokens' shares of the step."""

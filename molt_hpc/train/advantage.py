@@ -12,6 +12,8 @@ from math import comb
 
 import numpy as np
 
+from molt_hpc.train.registry import Registry
+
 EPSILON = 1e-9
 """Added to the standard deviation of a group, as labs-molt does."""
 VARIANCE_FLOOR = 1e-8
@@ -25,7 +27,7 @@ class Episodes:
     rewards: float64 [R], clipped. groups: int [R]. rollout: int [M], the rollout of each sampled token; a rollout's
     tokens stand in the order in which they were sampled. positions: int [M], each token's place in its segment.
     kl: float64 [M], estimate of the divergence from the reference at each token. values: float64 [M], the critic's.
-    parts: name -> float64 [R], rewards by their parts.
+    parts: name -> float64 [R], rewards by their parts. turns: float64 [M], the rewards of turns on their last tokens.
     """
 
     rewards: np.ndarray
@@ -41,6 +43,7 @@ class Episodes:
     lam: float = 1.0
     whiten: bool = True
     pass_k: int = 2
+    turns: np.ndarray | None = None
 
     def by_group(self, values: np.ndarray, rule: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """`rule` maps the values [n] of each group to n values; returns [R]."""
@@ -51,10 +54,14 @@ class Episodes:
         return found
 
     def token_rewards(self) -> np.ndarray:
-        """[M]: the reward on the last token of each rollout, less the divergence's price on every token."""
+        """[M]: rewards of turns where they were earned, what remains of the reward on the last token of each rollout, less the
+        divergence's price on every token."""
         found = np.zeros(len(self.rollout)) if self.kl is None else -self.kl_coef * self.kl
         last = len(self.rollout) - 1 - np.unique(self.rollout[::-1], return_index=True)[1]
         found[last] += self.rewards[self.rollout[last]]
+        if self.turns is not None:
+            found += self.turns
+            found[last] -= np.bincount(self.rollout, self.turns, len(self.rewards))[self.rollout[last]]
         return found
 
     def discounted(self, values: np.ndarray, factor: float, positions: np.ndarray | None = None) -> np.ndarray:
@@ -83,20 +90,9 @@ class Episodes:
         return found
 
 
-Estimator = Callable[[Episodes], "np.ndarray | tuple[np.ndarray, np.ndarray]"]
-
-ESTIMATORS: dict[str, Estimator] = {}
+ESTIMATORS = Registry("algo.advantage.estimator")
 """name -> function of Episodes: advantages [M], or the pair (advantages [M], returns [M])."""
-
-
-def register(name: str) -> Callable[[Estimator], Estimator]:
-    """Add an estimator; a file named by algo.plugin_path may use it too."""
-    def add(function: Estimator) -> Estimator:
-        if name in ESTIMATORS:
-            raise ValueError(f"estimator {name!r} is registered already")
-        ESTIMATORS[name] = function
-        return function
-    return add
+register = ESTIMATORS.register
 
 
 def whitened(values: np.ndarray) -> np.ndarray:
@@ -110,6 +106,11 @@ def normalised(rewards: np.ndarray) -> np.ndarray:
     if np.ptp(rewards) == 0:
         return np.zeros(len(rewards))
     return (rewards - rewards.mean()) / (rewards.std(ddof=1) + EPSILON)
+
+
+def centred(rewards: np.ndarray) -> np.ndarray:
+    """reward - mean of the group, without its standard deviation."""
+    return rewards - rewards.mean()
 
 
 def leave_one_out(rewards: np.ndarray) -> np.ndarray:
@@ -146,6 +147,19 @@ def best_of(rewards: np.ndarray, k: int) -> np.ndarray:
     return found / (deviation + EPSILON)
 
 
+def by_group_rule(name: str, rule: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Register an estimator that gives every token of a rollout what `rule` makes of its group's rewards."""
+    @register(name)
+    def estimate(episodes: Episodes) -> np.ndarray:
+        return episodes.by_group(episodes.rewards, rule)[episodes.rollout]
+
+
+by_group_rule("grpo", normalised)
+by_group_rule("dr_grpo", centred)
+by_group_rule("rloo", leave_one_out)
+by_group_rule("max_rl", mean_normalised)
+
+
 @register("reinforce")
 def reinforce(episodes: Episodes) -> tuple[np.ndarray, np.ndarray]:
     """REINFORCE++: discounted return of every token, whitened over the batch; tool output counts as time."""
@@ -156,24 +170,8 @@ def reinforce(episodes: Episodes) -> tuple[np.ndarray, np.ndarray]:
 @register("reinforce_baseline")
 def reinforce_baseline(episodes: Episodes) -> tuple[np.ndarray, np.ndarray]:
     """reward - mean of the group, whitened over the batch's tokens."""
-    centred = episodes.by_group(episodes.rewards, lambda r: r - r.mean())[episodes.rollout]
-    return whitened(centred) if episodes.whiten else centred, centred
-
-
-@register("rloo")
-def rloo(episodes: Episodes) -> np.ndarray:
-    return episodes.by_group(episodes.rewards, leave_one_out)[episodes.rollout]
-
-
-@register("grpo")
-def grpo(episodes: Episodes) -> np.ndarray:
-    return episodes.by_group(episodes.rewards, normalised)[episodes.rollout]
-
-
-@register("dr_grpo")
-def dr_grpo(episodes: Episodes) -> np.ndarray:
-    """reward - mean of the group, without its standard deviation."""
-    return episodes.by_group(episodes.rewards, lambda r: r - r.mean())[episodes.rollout]
+    found = episodes.by_group(episodes.rewards, centred)[episodes.rollout]
+    return whitened(found) if episodes.whiten else found, found
 
 
 @register("gae")
@@ -188,11 +186,6 @@ def gae(episodes: Episodes) -> tuple[np.ndarray, np.ndarray]:
 def on_policy_distill(episodes: Episodes) -> np.ndarray:
     """-coefficient x divergence from the teacher, token by token; the rewards play no part."""
     return -episodes.kl_coef * episodes.kl
-
-
-@register("max_rl")
-def max_rl(episodes: Episodes) -> np.ndarray:
-    return episodes.by_group(episodes.rewards, mean_normalised)[episodes.rollout]
 
 
 @register("pass_at_k")
@@ -210,8 +203,6 @@ def gdpo(episodes: Episodes) -> np.ndarray:
 
 def compute(estimator: str, episodes: Episodes) -> tuple[np.ndarray, np.ndarray]:
     """(advantages, returns), float64 [M] each. ValueError for an unknown estimator, a reward or a result that is not finite."""
-    if estimator not in ESTIMATORS:
-        raise ValueError(f"algo.advantage.estimator: expected one of {sorted(ESTIMATORS)}, got {estimator!r}")
     for name, values in {"reward": episodes.rewards, **episodes.parts}.items():
         if not np.isfinite(values).all():
             raise ValueError(f"rollouts {np.flatnonzero(~np.isfinite(values)).tolist()}: the {name} is not finite")

@@ -118,8 +118,9 @@ def use_segment_attention(module: nn.Module) -> list[CustomAttention] | None:
         if module.config._attn_implementation != "sdpa":
             return None
         AttentionInterface.register(NAME, segment_attention)
-        module.set_attn_implementation(NAME)
-        return [] if module.config._attn_implementation == NAME else None
+        text = module.config.get_text_config()
+        module.set_attn_implementation(NAME if text is module.config else {"text_config": NAME})  # a vision tower keeps its own
+        return [] if text._attn_implementation == NAME else None
     parts = [part for part in module.modules() if hasattr(part, "attn_func")]
     if not parts or any(part.backend.attn != "sdpa" for part in parts):
         return None

@@ -7,8 +7,8 @@ tiny models in tests.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import importlib.util
 import pkgutil
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def allow_cpu(model_type: str) -> None:
         return
     names = ["nemo_automodel._transformers.auto_model", "nemo_automodel._transformers.model_init"]
     package = f"nemo_automodel.components.models.{model_type}"
-    if importlib.util.find_spec(package) is not None:
+    with contextlib.suppress(ModuleNotFoundError):  # it has no files of its own for this type
         folder = importlib.import_module(package).__path__
         names += [f"{package}.{module.name}" for module in pkgutil.iter_modules(folder)]
     for name in names:
@@ -71,7 +71,7 @@ def allow_cpu(model_type: str) -> None:
 def build(folder: Path, fsdp: FsdpConfig, policy: MixedPrecisionPolicy, offload: OffloadPolicy, gradient_checkpoint: str,
           master_dtype: torch.dtype) -> tuple[nn.Module, DeviceMesh, bool]:
     """Returns the sharded module, the device mesh, and whether it is AutoModel's own implementation of the architecture."""
-    from nemo_automodel import NeMoAutoModelForCausalLM
+    from nemo_automodel import NeMoAutoModelForCausalLM, NeMoAutoModelForImageTextToText
     from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config, MoEParallelizerConfig
     from nemo_automodel.components.distributed.mesh import ParallelismSizes
     from transformers import AutoConfig, PreTrainedModel
@@ -89,7 +89,8 @@ def build(folder: Path, fsdp: FsdpConfig, policy: MixedPrecisionPolicy, offload:
     if getattr(config, "router_aux_loss_coef", None):
         # The load-balancing loss would be added to gradients behind the back of the policy loss.
         options["router_aux_loss_coef"] = 0.0
-    module = NeMoAutoModelForCausalLM.from_pretrained(
+    kind = NeMoAutoModelForImageTextToText if hasattr(config, "vision_config") else NeMoAutoModelForCausalLM
+    module = kind.from_pretrained(
         str(folder), distributed_setup=setup, dtype=str(master_dtype).removeprefix("torch."),
         attn_implementation=fsdp.attn_implementation, use_liger_kernel=False, **options)
     module.config.use_cache = False

@@ -1,6 +1,7 @@
 """Checkpoints: weights and optimizer of actor and critic, KL coefficient, random state and step as one commit that resumes bit for bit.
 
     <run>/checkpoints/step_000100/state/     torch.distributed.checkpoint files, one or more a rank
+                                  critic/    the same of a critic on ranks of its own
                                   state.json step, ranks, and what the caller added (the version)
                                   DONE       written last; a folder without it does not count
                                   hf/        the exported model, where one was made
@@ -24,8 +25,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from molt_hpc.data.shards import write_whole
+from molt_hpc.train.model import TrainModel
+from molt_hpc.train.optim import Optimizers
+
 if TYPE_CHECKING:
     from molt_hpc.train.actor import Actor
+
+Learners = list[tuple[str, TrainModel, Optimizers]]
+"""(prefix of its names, model, optimizer) of everything that learns."""
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +51,8 @@ def checkpoints(run: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def latest(run: Path) -> Path | None:
-    """The newest finished checkpoint, or None."""
-    return nearest(run)
-
-
 def nearest(run: Path, step: int | None = None) -> Path | None:
-    """The newest finished checkpoint of at most `step` trained batches, or None."""
+    """The newest finished checkpoint of at most `step` trained batches (None: of all), or None."""
     return max(((s, path) for s, path in checkpoints(run) if step is None or s <= step), default=(0, None))[1]
 
 
@@ -77,21 +80,28 @@ def save_checkpoint(actor: Actor, run: Path, step: int, extra: dict[str, Any] | 
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     dist.barrier()
-    for _, model, _ in actor.learners():
-        model.reshard()
-    dcp.save(_state(actor), checkpoint_id=temporary / "state")
+    save_state(actor.learners(), temporary / "state")
+    for part in actor.apart():
+        part.save(temporary)
     dist.barrier()
     if dist.get_rank() == 0:
         described = {"step": step, "trained": actor.step, "ranks": dist.get_world_size(), "kl_coef": actor.kl_coef,
                      "bad_steps": actor.bad_steps, "extra": extra or {}}
-        _write_synced(temporary / "state.json", json.dumps(described))
-        _write_synced(temporary / "DONE", "")
+        write_whole(temporary / "state.json", json.dumps(described).encode())
+        write_whole(temporary / "DONE", b"")
         if final.exists():
             shutil.rmtree(final)
         os.replace(temporary, final)
         log.info("checkpoint %s is saved", final)
     dist.barrier()
     return final
+
+
+def save_state(learners: Learners, folder: Path) -> None:
+    """Write weights, optimizers and random state; all ranks of this world call it."""
+    for _, model, _ in learners:
+        model.reshard()
+    dcp.save(_state(learners), checkpoint_id=folder)
 
 
 def load_checkpoint(actor: Actor, folder: Path) -> dict[str, Any]:
@@ -102,63 +112,43 @@ def load_checkpoint(actor: Actor, folder: Path) -> dict[str, Any]:
     """
     if not (folder / "DONE").is_file():
         raise ValueError(f"{folder}: not a finished checkpoint (no file DONE)")
+    if (folder / "critic").is_dir() != bool(actor.apart()):
+        raise ValueError(f"{folder}: was written with {'a' if (folder / 'critic').is_dir() else 'no'} critic on ranks of its own: "
+                         "keep critic.num_procs as it was")
     described = json.loads((folder / "state.json").read_text())
-    same_ranks = described["ranks"] == dist.get_world_size()
-    for _, model, _ in actor.learners():
+    load_state(actor.learners(), folder / "state", described["ranks"] == dist.get_world_size())
+    for part in actor.apart():
+        part.load(folder)
+    actor.step, actor.kl_coef, actor.bad_steps = described["trained"], described["kl_coef"], described["bad_steps"]
+    return {"step": described["step"], **described["extra"]}
+
+
+def load_state(learners: Learners, folder: Path, same_ranks: bool = True) -> None:
+    """Restore what save_state wrote; the random state where the number of ranks is the same."""
+    for _, model, _ in learners:
         model.reshard()
-    state = _state(actor, fresh=True, random_state=same_ranks)
-    dcp.load(state, checkpoint_id=folder / "state")
-    for prefix, model, optimizer in actor.learners():
-        for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            owner = optimizer.owner(parameter)
-            slots = {slot: state[f"{prefix}optimizer.{name}.{slot}"] for slot in _slot_names(owner)}
-            # an optimizer that has not made a step yet has no state: the same as a step count of 0
-            if state[f"{prefix}optimizer.{name}.made"].item() > 0:
-                owner.state[parameter] = slots
-            else:
-                owner.state.pop(parameter, None)
+    state = _state(learners, random_state=same_ranks)
+    dcp.load(state, checkpoint_id=folder)  # in place
     if same_ranks:
         torch.set_rng_state(state[_random_key("cpu")])
         if torch.cuda.is_available():
             torch.cuda.set_rng_state(state[_random_key("cuda")])
-    actor.step, actor.kl_coef, actor.bad_steps = described["trained"], described["kl_coef"], described["bad_steps"]
-    return {"step": described["step"], **described["extra"]}
 
 
 def _random_key(device: str) -> str:
     return f"random.{device}.{dist.get_rank()}"
 
 
-def _slot_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    return ("momentum_buffer",) if isinstance(optimizer, torch.optim.Muon) else ("exp_avg", "exp_avg_sq", "step")
-
-
-def _state(actor: Actor, fresh: bool = False, random_state: bool = True) -> dict[str, torch.Tensor]:
-    """Every tensor of the checkpoint by name. fresh: optimizer slots of zeros for a load to fill."""
+def _state(learners: Learners, random_state: bool = True) -> dict[str, torch.Tensor]:
+    """Every tensor of the checkpoint by name."""
     state: dict[str, torch.Tensor] = {}
-    for prefix, model, optimizer in actor.learners():
+    for prefix, model, optimizer in learners:
         for name, parameter in model.named_parameters():
             state[f"{prefix}model.{name}"] = parameter.detach()
-            if not parameter.requires_grad:
-                continue
-            owner = optimizer.owner(parameter)
-            slots = {} if fresh else owner.state.get(parameter, {})
-            for slot in _slot_names(owner):
-                empty = torch.zeros(()) if slot == "step" else torch.zeros_like(parameter.detach())
-                state[f"{prefix}optimizer.{name}.{slot}"] = slots.get(slot, empty)
-            state[f"{prefix}optimizer.{name}.made"] = torch.tensor(float(bool(slots)))
+            state |= {f"{prefix}optimizer.{name}.{slot}": tensor for slot, tensor in optimizer.state_of(parameter).items()}
         state |= {f"{prefix}buffer.{name}": buffer for name, buffer in model.named_buffers()}
     if random_state:
         state[_random_key("cpu")] = torch.get_rng_state()
         if torch.cuda.is_available():
             state[_random_key("cuda")] = torch.cuda.get_rng_state()
     return state
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

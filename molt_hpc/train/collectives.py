@@ -7,55 +7,58 @@ collectives would pickle.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-OK, REFUSED = b"\0", b"\1"
+from molt_hpc.train.optim import BadStep
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""The longest that a rank may wait for the others, which includes rank 0 writing a model."""
+ERRORS = (ValueError, BadStep)
+"""What may happen on one rank and is raised on all that need its result."""
 
 
-def announce(code: int, device: torch.device) -> int:
-    """Rank 0 tells every rank what comes next; returns rank 0's code on all ranks."""
-    value = torch.tensor([code], dtype=torch.int64, device=device)
+def announce(number: int, device: torch.device) -> int:
+    """Rank 0 tells every rank a number, mostly what comes next; returns rank 0's on all ranks."""
+    value = torch.tensor([number], dtype=torch.int64, device=device)
     dist.broadcast(value, 0)
     return int(value.item())
 
 
-def broadcast_bytes(data: bytes | None, device: torch.device, source: int = 0) -> bytes:
-    """Every rank returns the bytes that rank `source` gave; the other ranks' argument is ignored."""
+def broadcast_bytes(data: bytes | None, device: torch.device) -> bytes:
+    """Every rank returns the bytes that rank 0 gave; the other ranks' argument is ignored."""
+    mine = dist.get_rank() == 0
+    assert not mine or data is not None, "rank 0 has no bytes to give"
     if dist.get_world_size() == 1:
-        return _given(data)
-    mine = dist.get_rank() == source
-    size = torch.tensor([len(_given(data)) if mine else 0], dtype=torch.int64, device=device)
-    dist.broadcast(size, source)
-    if mine:
-        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    else:
-        buffer = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
-    if len(buffer):
-        dist.broadcast(buffer, source)
+        return data
+    size = announce(len(data) if mine else 0, device)
+    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device) if mine and size else torch.empty(size, dtype=torch.uint8, device=device)
+    if size:
+        dist.broadcast(buffer, 0)
     return data if mine else buffer.cpu().numpy().tobytes()
 
 
-def share(work: Callable[[], bytes], device: torch.device) -> bytes:
-    """Every rank returns what `work` gives on rank 0; a ValueError there is raised on every rank, so that none waits for the others."""
-    outcome = None
-    if dist.get_rank() == 0:
-        try:
-            outcome = OK + work()
-        except ValueError as error:
-            outcome = REFUSED + str(error).encode()
-    outcome = broadcast_bytes(outcome, device)
-    if outcome[:1] == REFUSED:
-        raise ValueError(outcome[1:].decode())
+def outcome_of(work: Callable[[], bytes]) -> bytes:
+    """What `work` gives, or the error that it raised, if it is one of ERRORS, as bytes for value_of."""
+    try:
+        return b"\0" + work()
+    except ERRORS as error:
+        kind = next(number for number, each in enumerate(ERRORS) if isinstance(error, each))
+        return bytes([1 + kind]) + str(error).encode()
+
+
+def value_of(outcome: bytes) -> bytes:
+    if outcome[0]:
+        raise ERRORS[outcome[0] - 1](outcome[1:].decode())
     return outcome[1:]
 
 
-def _given(data: bytes | None) -> bytes:
-    if data is None:
-        raise ValueError("broadcast: the sending rank has no bytes; pass the shard on rank 0")
-    return data
+def share(work: Callable[[], bytes], device: torch.device) -> bytes:
+    """Every rank returns what `work` gives on rank 0; one of ERRORS is raised on every rank, so that none waits for the others."""
+    return value_of(broadcast_bytes(outcome_of(work) if dist.get_rank() == 0 else None, device))
 
 
 def reduce_packed(sums: dict[str, float], maxima: dict[str, float], device: torch.device) -> tuple[dict[str, float], dict[str, float]]:

@@ -12,9 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
 
-from molt_hpc.train.model import TrainModel
+from molt_hpc.train.model import TrainModel, whole
+from molt_hpc.weights.adapters import BASE, DOWN, UP, checkpoint_tensors, digest
+from molt_hpc.weights.group import checksum
+from molt_hpc.weights.publish import WeightSource
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Floating-point dtypes as safetensors headers name them."""
@@ -51,6 +54,10 @@ class FullWeights:
         # transformers' conversion is slow to set up: tensors that it leaves as they are do not go through it again
         self._kept = {name for name, tensor in self._native() if self._keeps(name, _empty(tensor))}
 
+    def as_in_checkpoint(self, name: str) -> bool:
+        """Whether a parameter is the checkpoint's tensor of the same name."""
+        return name in self._kept and name in self._original
+
     def _native(self) -> list[tuple[str, torch.Tensor]]:
         return [*self.model.base_parameters(), *self.model.named_buffers()]
 
@@ -86,8 +93,40 @@ class FullWeights:
         self.model.reshard()
         with torch.no_grad():
             for name, tensor in self._native():
-                full = tensor.detach()
-                full = self.model.merged(name, full.full_tensor() if isinstance(full, DTensor) else full)
+                full = self.model.merged(name, whole(tensor))
                 for hf, part in self._convert(name, full):
                     yield hf, part.to(self._served(hf, part.dtype)).contiguous()
                 del full
+
+
+class AdapterWeights:
+    """The adapters alone, for engines that hold the checkpoint which they adapt (see weights/adapters.py). A source as FullWeights is."""
+
+    def __init__(self, model: TrainModel):
+        self._model = model
+        self._base = torch.zeros(8, dtype=torch.uint8)
+        if dist.get_rank() == 0:
+            self._base = digest({name: checksum(tensor.contiguous()) for name, tensor in checkpoint_tensors(model.folder)})
+
+    def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """(name, dtype, shape) in the order of iteration."""
+        rows = [(name + end, factor.dtype, tuple(factor.shape))
+                for name, pair in self._model.adapters.items() for end, factor in zip((DOWN, UP), pair)]
+        return [*rows, (BASE, torch.uint8, (8,))]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._model.reshard()
+        for name, (down, up) in self._model.adapters.items():
+            yield name + DOWN, whole(down)
+            yield name + UP, whole(up) * self._model.lora_scale
+        yield BASE, self._base.to(self._model.device)
+
+
+def published(model: TrainModel, backend: str, dtype: torch.dtype | None) -> WeightSource:
+    """What the engines are sent over a back end: the adapters alone where they are all that learns, or whole weights in `dtype`.
+
+    Adapters of weights that the checkpoint holds under other names or fused, and sparse_nccl, need whole weights.
+    """
+    weights = FullWeights(model, dtype)
+    alone = model.adapters and backend != "sparse_nccl" and all(map(weights.as_in_checkpoint, model.adapters))
+    return AdapterWeights(model) if alone else weights

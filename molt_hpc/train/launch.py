@@ -11,11 +11,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from molt_hpc.config import RunConfig
 from molt_hpc.guard import guarded
-
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""The longest that a rank may wait for the others, which includes rank 0 writing a model."""
-
+from molt_hpc.train.apart import ENDED, roles, serve
+from molt_hpc.train.collectives import COLLECTIVE_TIMEOUT
 
 def run_ranks(module: str, arguments: list[str], processes: int) -> int:
     """Run `python -m MODULE ARGUMENTS` as torchrun ranks on this machine, ended with this process; returns the exit code."""
@@ -23,14 +22,27 @@ def run_ranks(module: str, arguments: list[str], processes: int) -> int:
     return subprocess.run(guarded(command, owner=os.getpid()), env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}).returncode
 
 
-def in_process_group(work: Callable[[], None]) -> None:
-    """Call `work` with torch.distributed initialised: from torchrun's environment, or for this process alone."""
+def in_process_group(work: Callable[[dist.Store], None], config: RunConfig | None = None, timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
+    """Call `work` with torch.distributed initialised: from torchrun's environment, or for this process alone.
+
+    Ranks that `config` gives to reference or critic serve the others instead; each role's ranks are a world for themselves. `work`
+    gets the store by which the roles speak.
+    """
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if "RANK" in os.environ and "MASTER_PORT" in os.environ:
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        work()
-    finally:
-        dist.destroy_process_group()
+        store, rank, world = dist.HashStore(), 0, 1
+    for role, count in roles(config, world) if config else [("actor", world)]:
+        if rank < count:
+            break
+        rank -= count
+    if count < world:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count)}  # for libraries that look there
+    dist.init_process_group(backend, store=dist.PrefixStore(f"{role} ranks", store), rank=rank, world_size=count, timeout=timeout)
+    if role == "actor":
+        work(store)
+        store.set(ENDED, "1")
+    else:
+        serve(role, config, store)
+    dist.destroy_process_group()

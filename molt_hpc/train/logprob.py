@@ -18,9 +18,39 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from molt_hpc.train.attention import SegmentLayout, build_layout
+from molt_hpc.train.vision import Image
 
 CHUNK_ELEMENTS = 1 << 25
 """Logits in one chunk (128 MiB of float32)."""
+EXCLUDED = -1e9
+"""In place of the logit of a token that could not be sampled: no probability, and no infinity that a gradient of 0 would make NaN."""
+
+
+@dataclass
+class Kept:
+    """Among which tokens each of N tokens was sampled: the engine's sampling masks, as it sent them.
+
+    ids: int64 [M], token by token. rows: int64 [M], whose each is. counts: int64 [N], of each token; 0: it was sampled among all.
+    offsets: N + 1 ints on the CPU, token n's are ids[offsets[n]:offsets[n + 1]].
+    """
+
+    ids: torch.Tensor
+    rows: torch.Tensor
+    counts: torch.Tensor
+    offsets: list[int]
+
+    @classmethod
+    def of(cls, counts: np.ndarray, ids: np.ndarray, device: torch.device) -> Kept:
+        arrays = (ids, np.repeat(np.arange(len(counts)), counts), counts)
+        return cls(*(torch.from_numpy(array.astype(np.int64)).to(device) for array in arrays), [0, *np.cumsum(counts).tolist()])
+
+    def exclude(self, logits: torch.Tensor, part: slice, vocab_start: int) -> torch.Tensor:
+        """The logits [n, V] of the tokens `part`, ids vocab_start .. vocab_start + V, with EXCLUDED for all that were not kept."""
+        size, own = logits.shape[1], slice(self.offsets[part.start], self.offsets[part.stop])
+        ids, rows = self.ids[own] - vocab_start, self.rows[own] - part.start
+        kept = torch.zeros((len(logits), size + 1), dtype=torch.bool, device=logits.device)  # the last column is for ids of other ranks
+        kept[rows, torch.where((ids >= 0) & (ids < size), ids, size)] = True
+        return logits.masked_fill_(~(kept[:, :size] | (self.counts[part, None] == 0)), EXCLUDED)
 
 
 @dataclass
@@ -29,7 +59,8 @@ class Packed:
 
     token_ids, position_ids: int64 [1, T]. lengths: of the segments. rows: int64 [N], the position
     whose hidden state predicts each token (one before it). targets: int64 [N].
-    inverse_temperature: float32 [N].
+    inverse_temperature: float32 [N]. images: of each segment, None if the whole batch has none; stand_in: see vision.py.
+    kept: the sampling masks, None if the whole batch has none. routed: int16 [T, layers, k], see routing.py.
     """
 
     token_ids: torch.Tensor
@@ -38,6 +69,10 @@ class Packed:
     rows: torch.Tensor
     targets: torch.Tensor
     inverse_temperature: torch.Tensor
+    images: list[list[Image]] | None = None
+    stand_in: tuple[torch.Tensor, torch.Tensor] | None = None
+    kept: Kept | None = None
+    routed: torch.Tensor | None = None
 
     @cached_property
     def layout(self) -> SegmentLayout:
@@ -50,7 +85,8 @@ class Packed:
         return ((segment[:, None] == segment[None, :]).tril())[None, None]
 
 
-def pack_segments(token_ids: list[np.ndarray], predicted: list[np.ndarray], temperatures: list[float], device: torch.device) -> Packed:
+def pack_segments(token_ids: list[np.ndarray], predicted: list[np.ndarray], temperatures: list[float], device: torch.device,
+                  images: list[list[Image]] | None = None) -> Packed:
     """Lay segments end to end. predicted: bool [T_s] each, the tokens whose log-probs are wanted; never the first."""
     assert len(token_ids) == len(predicted) == len(temperatures) >= 1
     assert not any(mask[0] for mask in predicted), "the first token of a segment has no context to be predicted from"
@@ -63,21 +99,22 @@ def pack_segments(token_ids: list[np.ndarray], predicted: list[np.ndarray], temp
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     return Packed(tensor(flat)[None], tensor(np.concatenate([np.arange(n) for n in lengths]))[None], lengths,
-                  tensor(wanted - 1), tensor(flat[wanted]), tensor(1.0 / temperature))
+                  tensor(wanted - 1), tensor(flat[wanted]), tensor(1.0 / temperature), images)
 
 
 class TokenScores(torch.autograd.Function):
     """Log-prob and entropy of N tokens from hidden states [N, H] and the output weight [V, H], chunk by chunk.
 
     With a process group, each rank holds `weight` rows vocab_start .. vocab_start + len(weight) and
-    the sums run over the group. The entropy has a gradient only if `entropy_gradient` says so.
+    the sums run over the group. The entropy has a gradient only if `entropy_gradient` says so. With `kept` both are those of the
+    distribution over the kept tokens alone, which is what the engine sampled from.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, inverse_temperature, chunk, vocab_start, group, entropy_gradient=False):
+    def forward(ctx, hidden, weight, targets, inverse_temperature, chunk, vocab_start, group, entropy_gradient=False, kept=None):
         log_probs, entropies, normalisers = [], [], []
         for part in _chunks(len(targets), chunk):
-            logits = _logits(hidden[part], weight, inverse_temperature[part])
+            logits = _logits(hidden, weight, inverse_temperature, part, kept, vocab_start)
             largest = logits.amax(-1)
             _all_reduce(largest, group, dist.ReduceOp.MAX)
             weights = (logits - largest[:, None]).exp()
@@ -91,7 +128,7 @@ class TokenScores(torch.autograd.Function):
             normalisers.append(normaliser)
         entropy = torch.cat(entropies)
         ctx.save_for_backward(hidden, weight, targets, inverse_temperature, torch.cat(normalisers), entropy)
-        ctx.chunk, ctx.vocab_start, ctx.entropy_gradient = chunk, vocab_start, entropy_gradient
+        ctx.chunk, ctx.vocab_start, ctx.entropy_gradient, ctx.kept = chunk, vocab_start, entropy_gradient, kept
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return torch.cat(log_probs), entropy
@@ -102,7 +139,7 @@ class TokenScores(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype)
         for part in _chunks(len(targets), ctx.chunk):
-            scores = _logits(hidden[part], weight, inverse_temperature[part]).sub_(normaliser[part, None])
+            scores = _logits(hidden, weight, inverse_temperature, part, ctx.kept, ctx.vocab_start).sub_(normaliser[part, None])
             local, inside = _local_targets(targets[part], ctx.vocab_start, len(weight))
             if ctx.entropy_gradient:  # of the log-prob: 1 on the target - p; of the entropy: -p (log p + entropy)
                 grad = scores.exp().mul_(-(grad_log_prob[part, None] + grad_entropy[part, None] * (scores + entropy[part, None])))
@@ -114,17 +151,19 @@ class TokenScores(torch.autograd.Function):
             grad = grad.to(hidden.dtype)
             grad_hidden[part] = grad @ weight
             grad_weight += grad.T @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), *[None] * 7
 
 
 def _chunks(count: int, chunk: int) -> list[slice]:
     return [slice(at, min(at + chunk, count)) for at in range(0, count, chunk)]
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, inverse_temperature: torch.Tensor) -> torch.Tensor:
-    """At least float32, divided by the temperature after the cast, as the engine does."""
-    logits = hidden @ weight.T
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)) * inverse_temperature[:, None]
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, inverse_temperature: torch.Tensor, part: slice, kept: Kept | None,
+            vocab_start: int) -> torch.Tensor:
+    """Of the tokens `part`, at least float32, divided by the temperature after the cast, as the engine does."""
+    logits = hidden[part] @ weight.T
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * inverse_temperature[part, None]
+    return kept.exclude(logits, part, vocab_start) if kept else logits
 
 
 def _local_targets(targets: torch.Tensor, start: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,7 +204,7 @@ class ScoringHead:
             hidden = hidden.to_local(grad_placements=[Partial()])
         chunk = max(1, self.chunk_elements // len(weight))
         log_probs, entropies = TokenScores.apply(hidden[0, packed.rows], weight, packed.targets, packed.inverse_temperature, chunk,
-                                                 start, mesh.get_group() if mesh else None, self.entropy_gradient)
+                                                 start, mesh.get_group() if mesh else None, self.entropy_gradient, packed.kept)
         scores = torch.stack((log_probs[None], entropies[None]), -1)
         return scores if mesh is None else DTensor.from_local(scores, mesh, [Shard(-1)], run_check=False)
 
@@ -189,9 +228,12 @@ class ValueHead(torch.nn.Module):
         self.asked = packed
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [1, T, H] -> [1, N, 2]: the value, and 0 where a policy has its entropy."""
+        """hidden [1, T, H] -> [1, N, 2]: the value, and 0 where a policy has its entropy. Tensor-parallel ranks compute it all alike."""
+        mesh = hidden.device_mesh if isinstance(hidden, DTensor) else None
+        hidden = hidden if mesh is None else hidden.to_local()
         values = hidden[0, self.asked.rows].to(self.weight.dtype) @ self.weight + self.bias
-        return torch.stack((values[None], torch.zeros_like(values[None])), -1)
+        scores = torch.stack((values[None], torch.zeros_like(values[None])), -1)
+        return scores if mesh is None else DTensor.from_local(scores, mesh, [Shard(-1)], run_check=False)
 
 
 def read_scores(output: torch.Tensor, tensor_rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,11 +25,14 @@ from molt_hpc.config import RunConfig, load
 from molt_hpc.data.references import resolve
 from molt_hpc.data.shards import build_batch, shard_path, write_shard
 from molt_hpc.records import Rollout
-from molt_hpc.train.actor import Actor, TrainingError
+from molt_hpc.train.actor import Actor
 from molt_hpc.train.checkpoint import checkpoint_folder, load_checkpoint, nearest, prune, save_checkpoint
 from molt_hpc.train.collectives import announce
 from molt_hpc.train.drift import DriftError, DriftProbe, probe_tokens
 from molt_hpc.train.export import export_hf
+from molt_hpc.train.gather import published
+from molt_hpc.train.launch import in_process_group
+from molt_hpc.train.optim import TrainingError
 from molt_hpc.train.publish import Publisher
 from molt_hpc.weights.publish import make_sender
 
@@ -161,7 +164,7 @@ class Loop:
         self.client.request("step_done", {"metrics": record}, timeout=60)
 
 
-def run_rank(run: Path, config: RunConfig, broker: str, attempt: int) -> None:
+def run_rank(run: Path, config: RunConfig, broker: str, attempt: int, store: dist.Store) -> None:
     """Everything of one rank, in an initialised process group."""
     rank = dist.get_rank()
     client = BrokerClient(run, broker, "actor", "actor", attempt) if rank == 0 else None
@@ -169,11 +172,11 @@ def run_rank(run: Path, config: RunConfig, broker: str, attempt: int) -> None:
                          device="cuda" if torch.cuda.is_available() else "cpu")
     dist.broadcast(steps, 0)
     total, trained = steps.tolist()
-    actor = Actor(config, total)
+    actor = Actor(config, total, store)
     dtype = None if config.vllm.dtype == "auto" else getattr(torch, config.vllm.dtype)
     target = urlsplit(broker)  # the engines reach this rank on the interface that leads to the broker
-    sender = make_sender(config.weights, actor.weights(dtype), rank, address_towards(target.hostname, target.port),
-                         run / "weights" / f"attempt_{attempt}")
+    sender = make_sender(config.weights, published(actor.model, config.weights.backend, dtype), rank,
+                         address_towards(target.hostname, target.port), run / "weights" / f"attempt_{attempt}")
     prompts = config.weights.drift_prompts
     probe = DriftProbe(actor.model, config.weights, probe_tokens(actor.model.folder, prompts)) if prompts else None
     publisher = Publisher(client, sender, config, actor.device, probe)
@@ -198,17 +201,19 @@ def main(argv: list[str] | None = None) -> int:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     waits = timedelta(seconds=config.launch.roll_call_timeout + 2 * config.weights.timeout + 60)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=waits)
     try:
-        run_rank(args.run, config, args.broker, args.attempt)
+        in_process_group(lambda store: run_rank(args.run, config, args.broker, args.attempt, store), config, waits)
     except (RunStopped, Refused, TimeoutError, TrainingError, DriftError) as error:
         log.error("the actor ends: %s: %s", type(error).__name__, error)
         # ranks that sit in a collective cannot be told: torchrun ends them when this one is gone
         sys.stdout.flush()
         os._exit(1)
-    dist.destroy_process_group()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # a thread that was left behind in a collective would abort the process while Python takes itself down
+    os._exit(code)

@@ -8,10 +8,11 @@ segments) is summed by the tokens' sequence numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from molt_hpc.train.registry import Registry
 
 LOG_RATIO_LIMIT = 30.0
 """exp(30) is finite in float32 and far outside of every clip range."""
@@ -61,23 +62,12 @@ class TokenLoss:
     weight: torch.Tensor
 
 
-PolicyLoss = Callable[[Tokens, LossSettings], tuple[torch.Tensor, torch.Tensor]]
-
-LOSSES: dict[str, PolicyLoss] = {}
-"""name -> function (tokens, settings) -> (loss, clipped), each of the tokens' shape."""
+LOSSES = Registry("actor.loss_mode")
+"""name -> function (Tokens, LossSettings) -> (loss, clipped), each of the tokens' shape."""
+register = LOSSES.register
 
 SEQUENCE_LOSSES = {"gspo"}
 """Losses whose ratio is that of the whole sequence."""
-
-
-def register(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
-    """Add a loss; a file named by algo.plugin_path may use it too."""
-    def add(function: PolicyLoss) -> PolicyLoss:
-        if name in LOSSES:
-            raise ValueError(f"loss {name!r} is registered already")
-        LOSSES[name] = function
-        return function
-    return add
 
 
 def masked_log_ratio(numerator: torch.Tensor, denominator: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -188,8 +178,6 @@ def policy_loss(name: str, log_probs: torch.Tensor, old: torch.Tensor, rollout: 
     correction_weight gave for these tokens, where it was computed beforehand. The caller sums the loss with the tokens' shares
     (planner.token_shares); tokens that the correction masks out keep their share.
     """
-    if name not in LOSSES:
-        raise ValueError(f"actor.loss_mode: expected one of {sorted(LOSSES)}, got {name!r}")
     old = old.detach()
     ratio = masked_log_ratio(log_probs, old, mask).exp()
     advantages = torch.where(mask, advantages, torch.zeros_like(advantages))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from molt_hpc.config import FsdpConfig, LoraConfig, comma_list
+from molt_hpc.data.media import image_reader
 from molt_hpc.train.attention import CustomAttention, use_segment_attention
 from molt_hpc.train.logprob import Packed, ScoringHead, ValueHead, pack_segments, read_scores
+from molt_hpc.train.routing import Router, follow
+from molt_hpc.train.vision import Vision
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +51,8 @@ class TrainModel:
 
     data_rank of data_size: which share of the segments this rank computes. Ranks of one
     tensor-parallel group have the same one. `custom`: AutoModel's own implementation, which does not
-    notice packed segments by their positions. `attentions`: what use_segment_attention returned.
+    notice packed segments by their positions. `attentions`: what use_segment_attention returned. `routers`: those
+    that choose what the engine chose.
     """
 
     module: nn.Module
@@ -65,6 +69,8 @@ class TrainModel:
     attentions: list[CustomAttention] | None = None
     defer_grad_sync: bool = False
     lora_scale: float = 0.0
+    vision: Vision | None = None
+    routers: list[Router] = field(default_factory=list)
 
     @property
     def score_dtype(self) -> torch.dtype:
@@ -72,8 +78,12 @@ class TrainModel:
 
     def score(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies (differentiable if the head is told so) of the packed tokens, float32 [N]; of a critic values, and 0."""
+        if packed.images and self.vision is None:
+            raise ValueError(f"{self.folder}: the batch has images, which {self.config.model_type} does not see here (Qwen-VL's kind does)")
+        packed = self.vision.complete(packed) if self.vision else packed
         self.head.ask(packed)
-        inputs = {"input_ids": packed.token_ids, "position_ids": packed.position_ids}
+        follow(self.routers, packed.routed, packed.token_ids.shape[1])
+        inputs = {"input_ids": packed.token_ids, "position_ids": packed.position_ids} | (self.vision.inputs(packed) if self.vision else {})
         if self.custom:
             inputs["padding_mask"] = torch.zeros_like(packed.token_ids, dtype=torch.bool)
             if self.attentions is None:
@@ -89,9 +99,8 @@ class TrainModel:
 
     def reshard(self) -> None:
         """Give up gathered parameters. A forward pass without a backward pass leaves some, seen as plain tensors."""
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for part in fsdp_parts(self.module):
+            part.reshard()
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Parameters once each (tied ones under their first name), names without wrappers' parts."""
@@ -103,15 +112,17 @@ class TrainModel:
         return [(name.replace(".base_layer.", "."), p) for name, p in self.named_parameters() if ".lora_" not in name]
 
     @cached_property
-    def _adapters(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self.named_parameters() if ".lora_" in name} if self.lora_scale else {}
+    def adapters(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+        """Base parameter -> the factors [rank, in] and [out, rank] of its adapter, whose product is added lora_scale times."""
+        every = dict(self.named_parameters()) if self.lora_scale else {}
+        return {name.replace("lora_A.default.", ""): (down, every[name.replace(".lora_A.", ".lora_B.")])
+                for name, down in every.items() if ".lora_A." in name}
 
     def merged(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """A whole base parameter with its adapter's product added; a collective for those that have one."""
-        pair = [self._adapters.get(f"{name.removesuffix('weight')}lora_{part}.default.weight") for part in "BA"]
-        if None in pair:
+        if name not in self.adapters:
             return full
-        up, down = (p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in pair)
+        down, up = map(whole, self.adapters[name])
         return full + self.lora_scale * (up @ down)
 
     def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
@@ -125,18 +136,28 @@ class TrainModel:
     def reduce_gradients(self, last: bool) -> None:
         """Say before a micro-batch whether it is the step's last: with deferred reduction the others only add up on this rank."""
         if self.defer_grad_sync:
-            for module in self.module.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_requires_gradient_sync(last, recurse=False)
+            for part in fsdp_parts(self.module):
+                part.set_requires_gradient_sync(last, recurse=False)
 
     def finish_gradients(self) -> None:
         """Sum what replicas computed in parts; call once after the last micro-batch."""
         for parameter in self.head.parameters() if isinstance(self.head, ValueHead) else ():
             dist.all_reduce(parameter.grad)
+            parameter.grad *= self.data_size / dist.get_world_size()  # tensor-parallel ranks have computed the same
         if self.mesh is not None and "tp" in self.mesh.mesh_dim_names and self.mesh["tp"].size() > 1:
             from nemo_automodel.components.distributed.tp_replicas import synchronize_tp_replica_gradients
 
             synchronize_tp_replica_gradients([self.module], self.mesh)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A parameter's value on every rank; a collective if it is sharded."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def fsdp_parts(module: nn.Module) -> list[FSDPModule]:
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
 def clean_name(name: str) -> str:
@@ -154,20 +175,20 @@ def training_device() -> torch.device:
 
 def build_model(folder: str | Path, backend: str, fsdp: FsdpConfig, gradient_checkpoint: str = "none",
                 master_dtype: torch.dtype | None = None, value_seed: int | None = None, frozen: str | None = None,
-                lora: LoraConfig | None = None) -> TrainModel:
+                lora: LoraConfig | None = None, run: str | Path = "") -> TrainModel:
     """Load a Hugging Face folder and shard it over all ranks; torch.distributed must be initialised.
 
     master_dtype: of the sharded weights, None for float32. value_seed: build a critic, with a head from this seed.
     frozen: pattern of the names of parameters that keep their values (".*": a reference). lora: adapters to train instead
-    of the weights (backend transformers). Raises ValueError if the folder holds no causal language model or one that
-    cannot be trained here.
+    of the weights (backend transformers). run: the folder that has the batches' images. Raises ValueError if the folder holds no
+    causal language model or one that cannot be trained here.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder}: no config.json; expected the folder of a Hugging Face model")
-    config = AutoConfig.from_pretrained(folder)
+    config, reader = AutoConfig.from_pretrained(folder), image_reader(folder, run)
     for name in LOGIT_CHANGES:
-        if getattr(config, name, None) not in (None, 1, 1.0):
+        if getattr(config.get_text_config(), name, None) not in (None, 1, 1.0):
             raise ValueError(f"{folder}: {config.model_type} changes its logits by {name}, which the trainer does not reproduce")
     transformers_logging.disable_progress_bar()
     device, compute_dtype = training_device(), getattr(torch, fsdp.param_dtype)
@@ -185,21 +206,23 @@ def build_model(folder: str | Path, backend: str, fsdp: FsdpConfig, gradient_che
         _add_adapters(module, lora)
     if frozen:
         _freeze(module, frozen, folder)
-    if not any(isinstance(part, FSDPModule) for part in module.modules()):
+    if value_seed is not None and module.get_output_embeddings().weight is not module.get_input_embeddings().weight:
+        module.get_output_embeddings().weight.requires_grad_(False)  # nothing will use it
+    if not fsdp_parts(module):
         # AutoModel leaves a single rank unsharded; without FSDP param_dtype would have no effect.
         _shard(module, policy, offload, device)
     _silence_randomness(module)
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            # gloo and NCCL both sum; a factor of 1 alone would ask for a scaled sum, which gloo has not
-            part.set_force_sum_reduction_for_comms(True)
-            part.set_gradient_divide_factor(1.0)
+    for part in fsdp_parts(module):
+        # gloo and NCCL both sum; a factor of 1 alone would ask for a scaled sum, which gloo has not
+        part.set_force_sum_reduction_for_comms(True)
+        part.set_gradient_divide_factor(1.0)
     rank, tensor, output = dist.get_rank(), fsdp.tp_size, module.get_output_embeddings()
     head = ScoringHead(output) if value_seed is None else ValueHead(
         output, config.get_text_config().hidden_size, getattr(config, "initializer_range", 0.02), value_seed, master_dtype, device)
+    vision = Vision(module, reader) if reader and hasattr(module.model, "get_rope_index") else None
     model = TrainModel(module, folder, config, head, device, rank // tensor, dist.get_world_size() // tensor, rank % tensor, mesh, custom,
                        compute_dtype, use_segment_attention(module), fsdp.defer_grad_sync,
-                       lora.alpha / lora.rank if lora and lora.rank else 0.0)
+                       lora.alpha / lora.rank if lora and lora.rank else 0.0, vision)
     check_packing(model)
     log.info("%s: %.1f M parameters, %s, %d data ranks x %d tensor ranks on %s", folder.name,
              sum(p.numel() for _, p in model.named_parameters()) / 1e6, backend, model.data_size, tensor, device)
@@ -235,9 +258,12 @@ def check_packing(model: TrainModel) -> None:
     rng = np.random.default_rng(0)
     vocabulary = model.config.get_text_config().vocab_size
     segments = [rng.integers(0, vocabulary, length) for length in (24, 40)]
+    if model.vision:
+        segments = [np.where(ids == model.vision.reader.token_id, 0, ids) for ids in segments]
     masks = [np.arange(len(ids)) > 0 for ids in segments]
+    images = [[], []] if model.vision else None  # the stand-in of a vision-language model is then a third segment
     with torch.no_grad():
-        together, _ = model.score(pack_segments(segments, masks, [1.0, 1.0], model.device))
+        together, _ = model.score(pack_segments(segments, masks, [1.0, 1.0], model.device, images))
         alone, _ = model.score(pack_segments(segments[1:], masks[1:], [1.0], model.device))
     model.reshard()
     difference = (together[-len(alone):] - alone).abs().mean().item()
@@ -248,7 +274,8 @@ def check_packing(model: TrainModel) -> None:
 
 
 def _build_transformers(folder: Path, fsdp: FsdpConfig, gradient_checkpoint: str, master_dtype: torch.dtype) -> nn.Module:
-    module = AutoModelForCausalLM.from_pretrained(folder, dtype=master_dtype, attn_implementation=fsdp.attn_implementation)
+    kind = AutoModelForImageTextToText if hasattr(AutoConfig.from_pretrained(folder), "vision_config") else AutoModelForCausalLM
+    module = kind.from_pretrained(folder, dtype=master_dtype, attn_implementation=fsdp.attn_implementation)
     module.config.use_cache = False
     module.train()
     if gradient_checkpoint != "none":

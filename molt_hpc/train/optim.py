@@ -25,34 +25,60 @@ class BadStep(TrainingError):
     """A loss or gradient was not finite: the optimizer step was not made, the weights are as before it."""
 
 
+CPU = torch.device("cpu")
 LAYER_MATRIX = re.compile(r"\.(layers|h|blocks)\.\d+\..*weight$")
 """Parameters that Muon is made for, if they have two dimensions: no embeddings, no output layer."""
 
 
 class Optimizers:
-    """Several optimizers over disjoint parameters, used as one. A parameter group's rate is the schedule's times its `scale`."""
+    """Several optimizers over disjoint parameters, used as one. A parameter group's rate is the schedule's times its `scale`.
 
-    def __init__(self, parts: list[torch.optim.Optimizer]):
-        self.parts = parts
+    The state is there from the start, as the first step would make it, so that a checkpoint has the same tensors at any time.
+    offload: between two steps it is on the CPU.
+    """
+
+    def __init__(self, parts: list[torch.optim.Optimizer], offload: bool = False):
+        self.parts, self.offload = parts, offload
+        for part in parts:
+            adam = isinstance(part, torch.optim.AdamW)
+            for parameter in (p for group in part.param_groups for p in group["params"]):
+                slots = ("exp_avg", "exp_avg_sq") if adam else ("momentum_buffer",)
+                part.state[parameter] = {slot: torch.zeros_like(parameter.detach()) for slot in slots}
+                if adam:
+                    part.state[parameter]["step"] = torch.zeros(())
+                self._place(part, parameter, CPU)
 
     @property
     def param_groups(self) -> list[dict]:
         return [group for part in self.parts for group in part.param_groups]
 
+    def _place(self, part: torch.optim.Optimizer, parameter: torch.nn.Parameter, device: torch.device) -> None:
+        """Move a parameter's state if it is offloaded; torch wants the step count on the CPU at all times."""
+        if self.offload:
+            part.state[parameter] |= {slot: t.to(device) for slot, t in part.state[parameter].items() if slot != "step"}
+
     def step(self) -> None:
         for part in self.parts:
+            for parameter in list(part.state):
+                self._place(part, parameter, parameter.device)
             part.step()
+            for parameter in list(part.state):
+                self._place(part, parameter, CPU)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for part in self.parts:
             part.zero_grad(set_to_none)
 
-    def owner(self, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
-        return next(part for part in self.parts if any(p is parameter for group in part.param_groups for p in group["params"]))
+    def state_of(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """Empty for a parameter that does not learn."""
+        return next((part.state[parameter] for part in self.parts if parameter in part.state), {})
 
 
-def build_optimizer(named_parameters: list[tuple[str, torch.nn.Parameter]], config: OptimConfig) -> Optimizers:
-    """AdamW over sharded parameters, with optim muon Muon over the layers' matrices; norms and biases decay only if they are told to."""
+def build_optimizer(named_parameters: list[tuple[str, torch.nn.Parameter]], config: OptimConfig, offload: str = "none") -> Optimizers:
+    """AdamW over sharded parameters, with optim muon Muon over the layers' matrices; norms and biases decay only if they are told to.
+
+    offload: fsdp.offload.
+    """
     adam, muon = config.adam, config.muon
     trained = [(name, p) for name, p in named_parameters if p.requires_grad]
     muons = {id(p) for name, p in trained if config.optim == "muon" and p.ndim == 2 and LAYER_MATRIX.search(name) and "norm" not in name}
@@ -68,7 +94,7 @@ def build_optimizer(named_parameters: list[tuple[str, torch.nn.Parameter]], conf
         decay = adam.weight_decay if muon.weight_decay is None else muon.weight_decay
         parts.append(torch.optim.Muon([{"params": matrices, "scale": muon.lr / adam.lr}], lr=muon.lr, weight_decay=decay,
                                       momentum=muon.momentum, ns_steps=muon.ns_steps))
-    return Optimizers(parts)
+    return Optimizers(parts, offload == "optimizer")
 
 
 def learning_rate(config: OptimConfig, position: float, total: int | None) -> float:

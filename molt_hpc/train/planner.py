@@ -8,6 +8,7 @@ only the time.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,11 +19,12 @@ import numpy as np
 class StepPlan:
     """One optimizer step. `micro_batches[rank][m]` lists segment numbers; it may be empty.
 
-    denominator: the number of action tokens of the step over all ranks.
+    denominator: the number of action tokens of the step over all ranks. budget: the tokens that a micro-batch was to have at most.
     """
 
     micro_batches: list[list[list[int]]]
     denominator: int
+    budget: int
 
     @property
     def micro_batch_count(self) -> int:
@@ -36,24 +38,14 @@ class StepPlan:
 class Plan:
     """The optimizer steps of one batch, in order."""
 
-    world_size: int
     steps: list[StepPlan] = field(default_factory=list)
 
-    def to_arrays(self) -> dict[str, np.ndarray]:
-        """cells int32 [n, 4]: rows (step, rank, micro-batch, segment); counts int32 [steps]; denominators int64 [steps]."""
-        cells = [(s, r, m, segment) for s, step in enumerate(self.steps) for r, rank in enumerate(step.micro_batches)
-                 for m, micro in enumerate(rank) for segment in micro]
-        return {"cells": np.array(cells, np.int32).reshape(-1, 4),
-                "counts": np.array([step.micro_batch_count for step in self.steps], np.int32),
-                "denominators": np.array([step.denominator for step in self.steps], np.int64)}
+    def to_bytes(self) -> bytes:
+        return json.dumps([vars(step) for step in self.steps]).encode()
 
     @classmethod
-    def from_arrays(cls, world_size: int, arrays: dict[str, np.ndarray]) -> Plan:
-        steps = [StepPlan([[[] for _ in range(count)] for _ in range(world_size)], int(denominator))
-                 for count, denominator in zip(arrays["counts"], arrays["denominators"], strict=True)]
-        for step, rank, micro, segment in arrays["cells"].tolist():
-            steps[step].micro_batches[rank][micro].append(segment)
-        return cls(world_size, steps)
+    def from_bytes(cls, raw: bytes) -> Plan:
+        return cls([StepPlan(**step) for step in json.loads(raw)])
 
 
 def attention_costs(lengths: Sequence[int], hidden_size: int) -> list[float]:
@@ -134,7 +126,7 @@ def plan_step(segments: Sequence[int], lengths: Sequence[int], action_tokens: Se
         ranks = range(world_size) if (at // world_size) % 2 == 0 else reversed(range(world_size))
         for rank, items in zip(ranks, bins[at:at + world_size], strict=True):
             micro_batches[rank].append(sorted(segments[i] for i in items))
-    return StepPlan(micro_batches, denominator)
+    return StepPlan(micro_batches, denominator, budget)
 
 
 def plan_batch(segment_group: Sequence[int], lengths: Sequence[int], action_tokens: Sequence[int], world_size: int, budget: int,
@@ -147,7 +139,7 @@ def plan_batch(segment_group: Sequence[int], lengths: Sequence[int], action_toke
         raise ValueError(f"train.max_tokens_per_gpu: expected at least 1, got {budget}")
     groups = sorted(set(int(g) for g in segment_group))
     size = groups_per_step or len(groups)
-    plan = Plan(world_size)
+    plan = Plan()
     for at in range(0, len(groups), size):
         chosen = set(groups[at:at + size])
         segments = [s for s, g in enumerate(segment_group) if int(g) in chosen]

@@ -8,8 +8,8 @@ is then sent once more, under another epoch, to the engines that are left.
 from __future__ import annotations
 
 import logging
-import threading
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from molt_hpc.train.collectives import announce
 from molt_hpc.train.drift import DriftProbe
 from molt_hpc.weights.plan import encode_plan
 from molt_hpc.weights.publish import Sender, SendReport
+from molt_hpc.weights.threads import aside
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,8 @@ class Publisher:
         phases, engines = done["seconds"], done["engine_seconds"]
         seconds = {"drain": phases["drain"] + phases.get("waiting", 0.0), "pause": phases.get("pausing", 0.0), **sent.seconds,
                    "transfer": phases.get("transferring", 0.0), "abort": phases.get("aborting", 0.0),
-                   "apply": sum(engines.get(part, 0.0) for part in ("start", "load", "finish")), "verify": engines.get("verify", 0.0),
+                   "apply": sum(engines.get(part, 0.0) for part in ("start", "load", "finish")),
+                   "load_cpu": engines.get("load_cpu", 0.0), "verify": engines.get("verify", 0.0),
                    "resume": phases.get("resuming", 0.0), "total": time.monotonic() - started}
         log.info("version %d is served, epoch %d: %d bytes, %s", version, done["epoch"], sent.nbytes,
                  ", ".join(f"{what} {spent:.3f} s" for what, spent in seconds.items()))
@@ -96,14 +98,15 @@ class Publisher:
         return self._ask("update_sent", epoch | outcome), sent
 
     def _transfer(self, begin: dict[str, Any]) -> SendReport:
-        """Join and send on a side thread while this one listens; nothing in Python could interrupt a collective.
+        """Join and send on a side thread while this one listens.
 
         Raises RuntimeError if the transfer failed or was stopped, TimeoutError if the sender does not come free.
         """
-        work = SideThread(lambda: self._join_and_send(begin), self._device)
-        deadline = time.monotonic() + 2 * self._timeout + 30
-        stopped = False
-        while not work.done.wait(LOOK):
+        limit, stopped = 2 * self._timeout + 30, False
+        deadline = time.monotonic() + limit
+
+        def look() -> None:
+            nonlocal stopped
             try:
                 word = None if stopped else self._client.notice("update_stop")
             except RunStopped:
@@ -113,10 +116,13 @@ class Publisher:
                 self._sender.abort()
                 stopped = True
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the transfer of epoch {begin['epoch']} did not end within {2 * self._timeout + 30:.0f} s")
-        return work.result()
+                raise TimeoutError(f"the transfer of epoch {begin['epoch']} did not end within {limit:.0f} s")
+
+        return aside(partial(self._join_and_send, begin), look, LOOK)
 
     def _join_and_send(self, begin: dict[str, Any]) -> SendReport:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
         failure = None
         if begin["join"]:
             try:
@@ -127,27 +133,3 @@ class Publisher:
             return self._sender.send()  # even if nobody listens: the other ranks have begun to gather
         except RuntimeError as error:
             raise failure or error from None
-
-
-class SideThread:
-    """Runs `work` on a daemon thread; it is left behind if it never ends."""
-
-    def __init__(self, work: Any, device: torch.device):
-        self.done = threading.Event()
-        self._outcome: dict[str, Any] = {}
-
-        def run() -> None:
-            try:
-                if device.type == "cuda":
-                    torch.cuda.set_device(device)
-                self._outcome["value"] = work()
-            except BaseException as error:  # handed to the caller's thread, whatever it is
-                self._outcome["error"] = error
-            self.done.set()
-
-        threading.Thread(target=run, daemon=True, name="transfer").start()
-
-    def result(self) -> Any:
-        if "error" in self._outcome:
-            raise self._outcome["error"]
-        return self._outcome["value"]

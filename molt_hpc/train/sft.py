@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +19,15 @@ import torch.distributed as dist
 from transformers import AutoTokenizer
 
 from molt_hpc.config import SftConfig, dump, help_text, load
+from molt_hpc.data.prompts import json_rows
+from molt_hpc.data.shards import Batch
 from molt_hpc.data.templates import render_with_mask
 from molt_hpc.train.export import write_model
 from molt_hpc.train.launch import in_process_group, run_ranks
-from molt_hpc.train.logprob import pack_segments
-from molt_hpc.train.micro import DUMMY
+from molt_hpc.train.micro import MicroBatch, TokenTable, accumulate
 from molt_hpc.train.model import TrainModel, build_model
 from molt_hpc.train.optim import TrainingError, build_optimizer, guarded_step, learning_rate
-from molt_hpc.train.planner import StepPlan, plan_step
+from molt_hpc.train.planner import plan_step
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +36,8 @@ LOG_EVERY = 10
 RESOLVED = "sft.toml"
 
 
-@dataclass
-class Row:
-    """token_ids int32 [T]; mask bool [T], True on reply tokens."""
-
-    token_ids: np.ndarray
-    mask: np.ndarray
+Row = tuple[np.ndarray, np.ndarray]
+"""Token ids int32 [T]; mask bool [T], True on reply tokens."""
 
 
 def read_rows(config: SftConfig) -> list[Row]:
@@ -49,39 +45,24 @@ def read_rows(config: SftConfig) -> list[Row]:
 
     A row that is cut at data.max_len before its first reply token is left out and counted in the log.
     """
-    path = Path(config.data.dataset)
-    if not path.is_file():
-        raise ValueError(f"data.dataset: there is no file {path}")
-    tokenizer = AutoTokenizer.from_pretrained(config.model.model_name_or_path)
+    tokenizer, longest = AutoTokenizer.from_pretrained(config.model.model_name_or_path), config.data.max_len
     rows, cut = [], 0
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            row = _read_row(tokenizer, config, f"{path}:{number}", line)
-            rows += [row] if row.mask.any() else []
-            cut += not row.mask.any()
-            if config.data.max_samples and len(rows) == config.data.max_samples:
-                break
+    for where, _, raw in json_rows(Path(config.data.dataset), "data.dataset", config.data.input_key):
+        try:
+            ids, mask = render_with_mask(tokenizer, raw[config.data.input_key], raw.get("tools"))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        if mask[:longest].any():
+            rows.append((ids[:longest], mask[:longest]))
+        else:
+            cut += 1
+        if config.data.max_samples and len(rows) == config.data.max_samples:
+            break
     if cut:
-        log.warning("%d rows have no reply token within data.max_len %d and are left out", cut, config.data.max_len)
+        log.warning("%d rows have no reply token within data.max_len %d and are left out", cut, longest)
     if not rows:
-        raise ValueError(f"data.dataset: {path} has no row with a reply within data.max_len {config.data.max_len}")
+        raise ValueError(f"data.dataset: {config.data.dataset} has no row with a reply within data.max_len {longest}")
     return rows
-
-
-def _read_row(tokenizer, config: SftConfig, where: str, line: str) -> Row:
-    try:
-        raw = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
-    if not isinstance(raw, dict) or config.data.input_key not in raw:
-        raise ValueError(f"{where}: expected an object with the column {config.data.input_key!r} (data.input_key)")
-    try:
-        ids, mask = render_with_mask(tokenizer, raw[config.data.input_key], raw.get("tools"))
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    return Row(ids[:config.data.max_len], mask[:config.data.max_len])
 
 
 def step_rows(count: int, config: SftConfig) -> list[list[int]]:
@@ -96,6 +77,16 @@ def step_rows(count: int, config: SftConfig) -> list[list[int]]:
     return steps[:train.max_steps or None]
 
 
+def batch_of(rows: list[Row]) -> Batch:
+    """Rows as a batch of one segment each, over which the actor's passes run."""
+    lengths, nothing = [len(ids) for ids, _ in rows], np.zeros(len(rows), np.float32)
+    empty = np.zeros(sum(lengths), np.float32)
+    return Batch(step=0, version=0, token_ids=np.concatenate([ids for ids, _ in rows]), logprobs=empty,
+                 action_mask=np.concatenate([mask for _, mask in rows]).astype(np.uint8), versions=empty.astype(np.int32),
+                 segment_offsets=np.cumsum([0, *lengths]), segment_rollout=np.arange(len(rows)), segment_temperature=nothing + 1,
+                 rollout_reward=nothing, rollout_score=nothing, rollout_group=nothing, group_ordinal=nothing, rollouts=[])
+
+
 class SftTrainer:
     """One training rank."""
 
@@ -104,43 +95,35 @@ class SftTrainer:
         torch.manual_seed(config.train.seed)
         chosen = config.model
         self.model: TrainModel = build_model(chosen.model_name_or_path, chosen.backend, config.fsdp, chosen.gradient_checkpoint)
-        self.optimizer = build_optimizer(self.model.named_parameters(), config.optim)
-        self.lengths = [len(row.token_ids) for row in rows]
-        self.targets = [int(row.mask.sum()) for row in rows]
+        self.optimizer = build_optimizer(self.model.named_parameters(), config.optim, config.fsdp.offload)
 
     def train(self, metrics: Path | None) -> None:
         """Run all steps; rank 0 gives the file that every step is appended to."""
         steps = step_rows(len(self.rows), self.config)
-        for number, chosen in enumerate(steps):
+        for number, chosen in enumerate(steps, 1):
             started = time.monotonic()
-            plan = plan_step(chosen, self.lengths, self.targets, self.model.data_size, self.config.train.max_tokens_per_gpu)
-            rate = learning_rate(self.config.optim, number, len(steps))
-            loss, norm = self._step(plan, rate)
-            record = {"step": number + 1, "loss": loss, "grad_norm": norm, "learning_rate": rate, "reply_tokens": plan.denominator,
-                      "tokens": sum(self.lengths[r] for r in chosen), "seconds": time.monotonic() - started}
+            table = TokenTable(batch_of([self.rows[r] for r in chosen]))
+            rate = learning_rate(self.config.optim, number - 1, len(steps))
+            loss, norm = self._step(table, rate)
+            record = {"step": number, "loss": loss, "grad_norm": norm, "learning_rate": rate, "reply_tokens": len(table["sequence"]),
+                      "tokens": len(table.batch.token_ids), "seconds": time.monotonic() - started}
             if metrics is not None:
-                self._report(metrics, record, len(steps))
+                with open(metrics, "a") as file:
+                    file.write(json.dumps(record) + "\n")
+            if number == 1 or number % LOG_EVERY == 0 or number == len(steps):
+                log.info("step %d/%d | loss %.4f | grad_norm %.3f | lr %.2e | %.0f tokens/s", number, len(steps), loss, norm, rate,
+                         record["tokens"] / record["seconds"])
 
-    def _step(self, plan: StepPlan, rate: float) -> tuple[float, float]:
-        total = torch.zeros((), dtype=torch.float64, device=self.model.device)
-        for chosen in plan.micro_batches[self.model.data_rank]:
-            rows = [self.rows[r] for r in chosen] or [Row(DUMMY, np.array([False, True]))]
-            packed = pack_segments([row.token_ids for row in rows], [row.mask for row in rows], [1.0] * len(rows), self.model.device)
-            log_probs, _ = self.model.score(packed)
-            loss = -log_probs.sum() * (bool(chosen) / plan.denominator)
-            loss.backward()
-            total += loss.detach().double()
-        self.model.finish_gradients()
-        share = total * self.model.data_size / dist.get_world_size()
+    def _step(self, table: TokenTable, rate: float) -> tuple[float, float]:
+        """(loss, gradient norm) of one optimizer step over all rows of the table."""
+        lengths = table.batch.segment_lengths.tolist()
+        plan = plan_step(range(len(lengths)), lengths, table.counts.tolist(), self.model.data_size, self.config.train.max_tokens_per_gpu)
+
+        def loss_of(micro: MicroBatch) -> torch.Tensor:
+            return -torch.where(micro.mask, self.model.score(micro.packed)[0], 0.0).sum() / plan.denominator
+
+        share = accumulate(self.model, table, plan, loss_of)
         return guarded_step(self.optimizer, rate, self.config.optim.max_norm, share, self.model.device)
-
-    @staticmethod
-    def _report(metrics: Path, record: dict[str, float], total: int) -> None:
-        with open(metrics, "a") as file:
-            file.write(json.dumps(record) + "\n")
-        if record["step"] == 1 or record["step"] % LOG_EVERY == 0 or record["step"] == total:
-            log.info("step %d/%d | loss %.4f | grad_norm %.3f | lr %.2e | %.0f tokens/s", record["step"], total, record["loss"],
-                     record["grad_norm"], record["learning_rate"], record["tokens"] / record["seconds"])
 
 
 def run_rank(config: SftConfig) -> None:
@@ -184,7 +167,7 @@ def _rank(path: Path) -> int:
     level = logging.INFO if rank == "0" else logging.WARNING
     logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s rank {rank}: %(message)s")
     try:
-        in_process_group(lambda: run_rank(load(SftConfig, path)))
+        in_process_group(lambda store: run_rank(load(SftConfig, path)))
     except (TrainingError, ValueError) as error:
         log.error("%s: %s", type(error).__name__, error)
         return 1

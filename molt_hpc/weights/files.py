@@ -104,6 +104,9 @@ class FilesSender(BucketSender):
     def open(self, world_size: int) -> tuple[str, int]:
         return self.address()
 
+    def abort(self) -> None:
+        """`send` has nothing left to do."""
+
     def address(self) -> tuple[str, int]:
         return "", 0
 

@@ -2,18 +2,15 @@
 
 Both ends build it the same way: a TCP store on the trainer's rank 0, a prefix with the epoch's number, a process
 group with a timeout. A gloo send notices neither that its peer is dead or stopped nor that its group is aborted: it waits for
-that timeout. So both ends make every blocking call on a side thread and leave it behind when the trainer gives the group up.
+that timeout. So both ends make every blocking call on a side thread (threads.py) and leave it behind when the trainer gives the group up.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,57 +18,25 @@ import xxhash
 
 ABORTED = "aborted"
 """The trainer sets this key in the store of a group that it gives up."""
-LOOK = 0.1
-"""Seconds between two looks at whether a call is to be left behind."""
-
-
-def interruptible(work: Callable[[], Any], aborted: Callable[[], bool]) -> Any:
-    """Run a blocking call on a thread of its own; RuntimeError as soon as `aborted()`.
-
-    The call is then left behind with everything that it holds, the group included, and ends at the group's timeout.
-    """
-    outcome: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            outcome.put((work(), None))
-        except Exception as error:  # whatever it is, the caller's thread raises it
-            outcome.put((None, error))
-
-    threading.Thread(target=run, daemon=True, name="gloo").start()
-    while True:
-        try:
-            value, error = outcome.get(timeout=LOOK)
-        except queue.Empty:
-            if aborted():
-                raise RuntimeError("aborted") from None
-            continue
-        if error is not None:
-            raise error
-        return value
 
 
 def abort(address: str, port: int) -> None:
-    """Tell everybody in this store's group that it is given up. Returns at once."""
-    def tell() -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone: that tells them, too
-            # over a connection of its own: a call that waits keeps the other one busy
-            open_store(address, port, 1, False, 10.0).set(ABORTED, "")
-
-    threading.Thread(target=tell, daemon=True, name="abort").start()
+    """On the rank that owns the store: tell everybody in its group that it is given up."""
+    # over a connection of its own: a call that waits keeps the other one busy
+    open_store(address, port, 1, False, 10.0).set(ABORTED, "")
 
 
-def watch(address: str, port: int, timeout: float) -> Callable[[], bool]:
-    """A function that tells a receiver whether the trainer has given the group up, or is gone."""
+def watch(address: str, port: int, timeout: float) -> Callable[[], None]:
+    """A function that raises RuntimeError in a receiver once the trainer has given the group up, or is gone."""
     store = open_store(address, port, 1, False, timeout)
 
-    def aborted() -> bool:
-        try:
-            return store.check([ABORTED])
-        except RuntimeError:
-            return True
+    def look() -> None:
+        with contextlib.suppress(RuntimeError):
+            if not store.check([ABORTED]):
+                return
+        raise RuntimeError("aborted")
 
-    return aborted
+    return look
 
 
 def open_store(address: str, port: int, world_size: int, master: bool, timeout: float) -> dist.TCPStore:
@@ -79,16 +44,15 @@ def open_store(address: str, port: int, world_size: int, master: bool, timeout: 
     return dist.TCPStore(address, port, world_size, is_master=master, timeout=timedelta(seconds=timeout), wait_for_workers=False)
 
 
-def await_ranks(store: dist.Store, epoch: int, world_size: int, timeout: float, aborted: threading.Event) -> None:
-    """Rank 0, before it joins: wait until all others are about to. Raises RuntimeError with the ranks that do not come.
+def await_ranks(store: dist.Store, epoch: int, world_size: int, timeout: float, look: Callable[[], None]) -> None:
+    """Rank 0, before it joins: wait until all others are about to. Raises RuntimeError with the ranks that do not come, or what `look` raises.
 
     Joining itself can neither be aborted nor say for whom it waits.
     """
     deadline = time.monotonic() + timeout
     absent = set(range(1, world_size))
     while absent := {rank for rank in absent if not store.check([f"here/{epoch}/{rank}"])}:
-        if aborted.is_set():
-            raise RuntimeError("aborted")
+        look()
         if time.monotonic() > deadline:
             raise RuntimeError(f"transfer ranks {sorted(absent)} of 1..{world_size - 1} did not join epoch {epoch} within {timeout:.0f} s")
         time.sleep(0.005)

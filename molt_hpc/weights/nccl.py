@@ -20,17 +20,10 @@ from molt_hpc.weights.publish import SendReport, WeightSource
 class ConductedByBroker:
     """vLLM's trainer side asks its client to call the engines; here the rollout workers have been told to."""
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+    def nothing(self, *_: Any, **__: Any) -> None:
         """Called on the engines by their worker."""
 
-    def start_weight_update(self) -> None:
-        """Called on the engines by their worker."""
-
-    def update_weights(self, update_info: Any) -> None:
-        """Called on the engines by their worker."""
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Called on the engines by their worker."""
+    init_weight_transfer_engine = start_weight_update = update_weights = finish_weight_update = nothing
 
 
 class Rendezvous:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ import torch
 from molt_hpc.config import WeightsConfig
 from molt_hpc.weights import group
 from molt_hpc.weights.plan import Bucket, TensorSpec, plan_buckets
+from molt_hpc.weights.threads import ahead, aside
 
 log = logging.getLogger(__name__)
 
@@ -135,8 +137,7 @@ class BucketSender:
         self._buckets: list[Bucket] = []
         self._buffers: list[torch.Tensor] = []
         self._walk: Walk | None = None
-        self._outcome: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-        self._free: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
+        self._aborted = threading.Event()
 
     def buckets(self) -> list[Bucket]:
         """The buckets of an update; the same at every update of a model."""
@@ -175,40 +176,44 @@ class BucketSender:
     def _pump(self, walk: Walk) -> None:
         """Gather and pack here, deliver on a side thread; raises the transfer's error once everything is gathered."""
         outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        free, outcome = self._free, self._outcome = queue.SimpleQueue(), queue.SimpleQueue()
         for item in walk.ready:
             outgoing.put(item)
-        threading.Thread(target=self._transmit, args=(outgoing, free, outcome, walk.report), daemon=True, name="weights").start()
+        delivered, failure = ahead(self._transmit(outgoing, walk.report), self._look), None
+
+        def freed() -> torch.Tensor | None:
+            nonlocal failure
+            try:
+                return next(delivered, None)
+            except Exception as error:  # whatever it is, the other ranks gather on
+                failure = error
+
         try:
-            while (buffer := free.get()) is not None and (bucket := walk.fill(buffer)) is not None:
-                outgoing.put((bucket, buffer))
+            while (buffer := freed()) is not None:
+                bucket = walk.fill(buffer)
+                outgoing.put((bucket, buffer) if bucket else None)
             walk.finish()
         finally:
             outgoing.put(None)
-        error = outcome.get()
-        if error is not None:
+        if failure is not None:
             self._buffers = []  # the side thread may still sit in a collective and read them
-            raise RuntimeError(f"the transfer failed: {error}") from error
+            raise RuntimeError(f"the transfer failed: {failure}") from failure
 
-    def _transmit(self, outgoing: queue.SimpleQueue, free: queue.SimpleQueue, outcome: queue.SimpleQueue, report: SendReport) -> None:
-        try:
-            while (item := outgoing.get()) is not None:
-                bucket, buffer = item
-                started = time.perf_counter()
-                self._deliver(bucket, buffer)
-                report.seconds["send"] += time.perf_counter() - started
-                free.put(buffer)
-            outcome.put(None)
-        except Exception as error:  # whatever it is, the caller's thread raises it
-            outcome.put(error)
-            free.put(None)
+    def _transmit(self, outgoing: queue.SimpleQueue, report: SendReport) -> Iterator[torch.Tensor]:
+        while (item := outgoing.get()) is not None:
+            started = time.perf_counter()
+            self._deliver(*item)
+            report.seconds["send"] += time.perf_counter() - started
+            yield item[1]
 
     def _deliver(self, bucket: Bucket, buffer: torch.Tensor) -> None:
         raise NotImplementedError
 
     def abort(self) -> None:
-        self._outcome.put(RuntimeError("aborted"))
-        self._free.put(None)
+        self._aborted.set()
+
+    def _look(self) -> None:
+        if self._aborted.is_set():
+            raise RuntimeError("aborted")
 
     def close(self) -> None:
         self._buffers = []
@@ -223,7 +228,6 @@ class GlooSender(BucketSender):
         super().__init__(source, config, rank)
         self._address = address
         self._store = self._group = None
-        self._aborted = threading.Event()
 
     def plan(self) -> dict[str, Any]:
         # one call for all buckets: between two calls the engine would wait for HTTP and its own queues
@@ -239,15 +243,13 @@ class GlooSender(BucketSender):
         return self._address, self._store.port
 
     def join(self, epoch: int, world_size: int) -> None:
-        group.await_ranks(self._store, epoch, world_size, self._config.timeout, self._aborted)
-        store, timeout = self._store, self._config.timeout
-        self._group = group.interruptible(lambda: group.join(store, epoch, 0, world_size, timeout), self._aborted.is_set)
+        group.await_ranks(self._store, epoch, world_size, self._config.timeout, self._look)
+        self._group = aside(partial(group.join, self._store, epoch, 0, world_size, self._config.timeout), self._look)
 
     def _deliver(self, bucket: Bucket, buffer: torch.Tensor) -> None:
         group.broadcast(self._group, buffer[:bucket.nbytes])
 
     def abort(self) -> None:
-        self._aborted.set()
         super().abort()
         self._group = None
         group.abort(*self.address())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,10 +25,12 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseNCCLWeightTransferEngine, SparseNCCLWeightTransferUpdateInfo
 
 from molt_hpc.weights import group
+from molt_hpc.weights.adapters import Adapters
 from molt_hpc.weights.files import overall
 from molt_hpc.weights.plan import transfer_rank
 from molt_hpc.weights.publish import view
-from molt_hpc.weights.reload import Reload, layer_of
+from molt_hpc.weights.reload import Reload
+from molt_hpc.weights.threads import ahead, aside
 
 Tensors = list[tuple[str, torch.Tensor]]
 
@@ -68,40 +69,55 @@ class Reported(WeightTransferEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.reload = Reload()
-        self.checksum, self.names = "", []
-        self.nbytes, self.unchanged_allowed = 0, False
-        self.seconds: dict[str, float] = {}
+        self.reload, self.adapters = Reload(), Adapters()
 
     def start_weight_update(self) -> None:
-        self.checksum, self.names, self.nbytes, self.unchanged_allowed = "", [], 0, False
-        self.seconds = {"receive": 0.0, "load": 0.0}
+        self.checksum, self.nbytes, self.unchanged_allowed = "", 0, False
+        self.names: list[str] = []
+        self.seconds = {"receive": 0.0, "load": 0.0, "load_cpu": 0.0}
         self.reload.start(self.model)
 
     def load(self, tensors: Tensors, model: torch.nn.Module | None = None) -> None:
         """Load tensors in host memory or on the device."""
-        started = time.perf_counter()
+        started, busy = time.perf_counter(), time.thread_time()
+        tensors = self.adapters.take(tensors)
         self.names += [name for name, _ in tensors]
         self.reload.load(model or self.model, [(name, tensor.to(self.device)) for name, tensor in tensors])
         self.seconds["load"] += time.perf_counter() - started
+        self.seconds["load_cpu"] += time.thread_time() - busy
 
-    def load_all(self, arriving: Iterator[tuple[Tensors, torch.Tensor | None]], free: queue.SimpleQueue) -> None:
-        """Load what arrives on another thread, and give each place in `free` back (a buffer, or None).
+    def load_all(self, arriving: Callable[[queue.SimpleQueue], Iterator[tuple[Tensors, Any]]], places: list[Any]) -> None:
+        """Load what `arriving(free)` yields on another thread: tensors, and the place that they take up, back in `free` once they are loaded.
 
-        An error in loading is raised after everything has arrived: the other receivers of the collective get theirs through this one.
+        places: buffers, or None for what needs none. An error in loading is raised after everything has arrived: the other
+        receivers of the collective get theirs through this one.
         """
         error: Exception | None = None
-        for tensors, buffer in ahead(arriving):
-            if error is None:
-                try:
+        free: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        for place in places:
+            free.put(place)
+        for tensors, place in ahead(arriving(free)):
+            try:
+                if error is None:
                     self.load(tensors)
-                except Exception as problem:
-                    error = problem
-            if buffer is not None and error is None:
-                self.reload.keep_pending(self.model, buffer)
-            free.put(buffer)
+                    self.reload.keep_pending(place)
+            except Exception as problem:
+                error = problem
+            free.put(place)
         if error is not None:
             raise error
+        self.load_adapted()
+
+    def load_adapted(self) -> None:
+        """After everything has arrived: load the layers whose adapters came instead of their weights."""
+        if not (adapted := self.adapters.names):
+            return
+        self.unchanged_allowed = self.adapters.proved
+        layers = {path for name in adapted for path in self.reload.layers_of(name)}
+        wanted = {name for name in self.reload.calls if layers & self.reload.layers_of(name)}
+        for name, tensor in self.adapters.weights(Path(self.model_config.model), wanted):
+            self.load([(name, tensor)])
+        self.names = adapted  # of the others in its folder the model takes what it took when it was started
 
     def finish_weight_update(self) -> None:
         self.reload.finish(self.model, self.model_config, self.device)
@@ -112,29 +128,6 @@ class Reported(WeightTransferEngine):
                 "missing": self.reload.missing(self.model, self.unchanged_allowed)}
 
 
-def ahead(items: Iterator[Any]) -> Iterator[Any]:
-    """Run an iterator on a thread of its own, as far ahead as it goes by itself; its error is raised here."""
-    ready: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            for item in items:
-                ready.put(("item", item))
-            ready.put(("end", None))
-        except Exception as error:
-            ready.put(("error", error))
-
-    threading.Thread(target=run, daemon=True, name="weights").start()
-    while True:
-        kind, value = ready.get()
-        if kind == "item":
-            yield value
-        elif kind == "error":
-            raise value
-        else:
-            return
-
-
 class GlooEngine(Reported):
     """Receives buckets by gloo broadcast into two buffers: one bucket arrives while the one before it is loaded."""
 
@@ -143,7 +136,7 @@ class GlooEngine(Reported):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.store = self.group = None
-        self.aborted: Callable[[], bool] = lambda: False
+        self.look: Callable[[], None] = lambda: None
         self.buffers: list[torch.Tensor] = []
 
     def init_transfer_engine(self, init_info: GroupInit) -> None:
@@ -151,9 +144,8 @@ class GlooEngine(Reported):
         rank = transfer_rank(init_info.rank_offset, self.parallel_config.data_parallel_index, self.parallel_config.world_size,
                              self.parallel_config.rank)
         self.store = group.open_store(init_info.master_address, init_info.master_port, init_info.world_size, False, init_info.timeout)
-        self.aborted = group.watch(init_info.master_address, init_info.master_port, init_info.timeout)
-        self.group = group.interruptible(
-            lambda: group.join(self.store, init_info.epoch, rank, init_info.world_size, init_info.timeout), self.aborted)
+        self.look = group.watch(init_info.master_address, init_info.master_port, init_info.timeout)
+        self.group = aside(partial(group.join, self.store, init_info.epoch, rank, init_info.world_size, init_info.timeout), self.look)
 
     def receive_weights(self, update_info: BucketsUpdate) -> None:
         if self.group is None:
@@ -161,11 +153,8 @@ class GlooEngine(Reported):
         largest = max(bucket["nbytes"] for bucket in update_info.buckets)
         if not self.buffers or len(self.buffers[0]) < largest:
             self.buffers = [torch.empty(largest, dtype=torch.uint8) for _ in range(min(2, len(update_info.buckets)))]
-        free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        for buffer in self.buffers:
-            free.put(buffer)
         try:
-            self.load_all(self._arriving(update_info.buckets, free), free)
+            self.load_all(partial(self._arriving, update_info.buckets), self.buffers)
         except RuntimeError:
             self.buffers = []  # a call that was left behind may still write into them
             raise
@@ -175,7 +164,7 @@ class GlooEngine(Reported):
         for bucket in buckets:
             buffer = free.get()
             started = time.perf_counter()
-            group.interruptible(partial(group.broadcast, self.group, buffer[:bucket["nbytes"]]), self.aborted)
+            aside(partial(group.broadcast, self.group, buffer[:bucket["nbytes"]]), self.look)
             checksum.add(buffer[:bucket["nbytes"]])
             self.nbytes += bucket["nbytes"]
             self.seconds["receive"] += time.perf_counter() - started
@@ -204,20 +193,16 @@ class FilesEngine(Reported):
         wanted, before = self._wanted(tensors), self.loaded
         self.loaded = {}  # until this update is complete, the model is in no state that a manifest describes
         found: dict[str, str] = {}
-        free: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(2):  # files open at a time
-            free.put(None)
-        self.load_all(self._arriving(manifest.parent.parent, wanted, found, free), free)
-        self.loaded = {name: found.get(name, before.get(name, "")) for name in tensors}
         self.names, self.unchanged_allowed = list(tensors), len(wanted) < len(tensors)
+        self.load_all(partial(self._arriving, manifest.parent.parent, wanted, found), [None, None])  # two files at a time
+        self.loaded = {name: found.get(name, before.get(name, "")) for name in tensors}
         self.checksum = overall({name: ["", digest] for name, digest in self.loaded.items()})
 
     def _wanted(self, tensors: dict[str, list[str]]) -> dict[str, list[str]]:
         """What must be read: changed tensors, and all others that fill a layer in which one has changed."""
         changed = [name for name, (_, digest) in tensors.items() if self.loaded.get(name) != digest]
-        layers = {layer_of(parameter) for name in changed for parameter in self.reload.fills.get(name, ())}
-        return {name: entry for name, entry in tensors.items()
-                if name in changed or any(layer_of(parameter) in layers for parameter in self.reload.fills.get(name, ()))}
+        layers = {path for name in changed for path in self.reload.layers_of(name)}
+        return {name: entry for name, entry in tensors.items() if name in changed or layers & self.reload.layers_of(name)}
 
     def _arriving(self, folder: Path, wanted: dict[str, list[str]], found: dict[str, str],
                   free: queue.SimpleQueue) -> Iterator[tuple[Tensors, None]]:
@@ -276,6 +261,7 @@ class NcclEngine(Reported, NCCLWeightTransferEngine):
             NCCLWeightTransferEngine.receive_weights(self, update_info)
         finally:
             self.model = model
+        self.load_adapted()
         self.checksum, self.nbytes = fingerprints.hex(), fingerprints.nbytes
 
 

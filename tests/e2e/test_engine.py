@@ -4,10 +4,15 @@ import asyncio
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
-from molt_hpc.config import RunConfig
+from molt_hpc.config import FsdpConfig, RunConfig
 from molt_hpc.rollout.engine import Engine
 from molt_hpc.rollout.generate import generate
+from molt_hpc.train.logprob import Kept, pack_segments
+from molt_hpc.train.model import build_model
 from tests.process_run import small_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -35,10 +40,32 @@ def test_long_seeded_prompts_survive_and_one_seed_gives_one_answer(tmp_path, tin
         first = await asyncio.gather(*(generate(engine, p, 8, 1.0, 5, f"a{i}") for i, p in enumerate(prompts)))
         second = await asyncio.gather(*(generate(engine, p, 8, 1.0, 5, f"b{i}") for i, p in enumerate(prompts)))
         other = await generate(engine, prompts[0], 8, 1.0, 6, "c")
-        return first, second, other
+        nucleus = await generate(engine, prompts[0][:40], 60, 0.8, 5, "d", top_p=0.9, top_k=200)
+        return first, second, other, nucleus
 
-    first, second, other = with_engine(config, tmp_path, body)
+    first, second, other, nucleus = with_engine(config, tmp_path, body)
     for a, b in zip(first, second):
         assert a.token_ids.tolist() == b.token_ids.tolist() and np.isfinite(a.logprobs).all()
         assert a.version_spans.tolist() == [[0, len(a.token_ids), 7]]
     assert other.token_ids.tolist() != first[0].token_ids.tolist()
+    ratio = np.exp(over_nucleus(tiny_qwen3, prompts[0][:40], nucleus.token_ids, 0.8, 0.9, 200) - nucleus.logprobs)
+    assert np.abs(ratio - 1).max() < 1e-5
+
+
+def over_nucleus(folder, prompt, sampled, temperature: float, top_p: float, top_k: int) -> np.ndarray:
+    """What the trainer says of `sampled` if the sampling masks are as they should be: worked out here, from the model in float64."""
+    ids = np.concatenate([prompt, sampled]).astype(np.int64)
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)(torch.tensor(ids)[None]).logits[0, len(prompt) - 1:-1]
+    probabilities, order = torch.softmax(torch.topk(logits / temperature, top_k)[0], -1), torch.topk(logits, top_k)[1]
+    counts = ((probabilities.cumsum(-1) - probabilities) < top_p).sum(-1)
+    kept = Kept.of(counts.numpy(), np.concatenate([row[:n].numpy() for row, n in zip(order, counts)]), torch.device("cpu"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = build_model(folder, "transformers", FsdpConfig(param_dtype="float32"))
+        packed = pack_segments([ids], [np.arange(len(ids)) >= len(prompt)], [temperature], model.device)
+        packed.kept = kept
+        with torch.no_grad():
+            return model.score(packed)[0].numpy()
+    finally:
+        dist.destroy_process_group()

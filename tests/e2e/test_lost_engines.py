@@ -30,8 +30,14 @@ class Observer:
         self.log = self.run / "logs" / "attempt_1" / "broker.log"
 
     def until(self, condition, what: str, seconds: float = 240.0, pause: float = 0.2):
+        def look():
+            try:
+                return condition()
+            except TimeoutError:  # of a broker that does not answer: the assertions below say why, if its run has ended
+                return None
+
         deadline = time.monotonic() + seconds
-        while not (value := condition()):
+        while not (value := look()):
             assert self.process.poll() is None, self.process.communicate()[0]
             assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}; the broker's log:\n{self.log.read_text()[-3000:]}"
             time.sleep(pause)

@@ -3,14 +3,23 @@
 import asyncio
 import copy
 import json
+import os
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from molt_hpc.rollout.generate import generate
+from molt_hpc.rollout.update import score
+from molt_hpc.train.actor import Actor
+from molt_hpc.train.gather import published
+from molt_hpc.train.model import whole
 from molt_hpc.weights.publish import make_sender
+from tests.batches import random_batch
 from tests.process_run import small_config
+from tests.tiny import make_tiny_vision
 from tests.weight_fleet import Checkpoint, Fleet, forward_scores, perturbed, probe, reference_scores, rewritten, running
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -24,27 +33,37 @@ def mixed_dtypes(folder, out):
     return out
 
 
-@pytest.mark.parametrize("kind", ["qwen3_tied", "qwen3_moe", "qwen3_moe_mixed_dtypes"])
-def test_after_an_update_an_engine_equals_one_that_was_started_from_the_same_checkpoint(tmp_path, tiny_models, kind):
-    folder = tiny_models("qwen3", tied=True) if kind == "qwen3_tied" else tiny_models("qwen3_moe")
-    if kind == "qwen3_moe_mixed_dtypes":
-        folder = mixed_dtypes(folder, tmp_path / "mixed")
+@pytest.mark.parametrize("kind", ["nested_tie", "qwen3_moe", "glm4_moe", "qwen3_moe_mixed_dtypes"])
+def test_after_an_update_an_engine_equals_the_checkpoint_of_that_version(tmp_path, tiny_models, monkeypatch, kind):
+    """Experts, buffers of the checkpoint, heads tied within a submodel, dtypes per tensor; compared with transformers or a fresh engine."""
+    mixed, tower = kind == "qwen3_moe_mixed_dtypes", r"^model\.visual\."
+    if kind == "nested_tie":
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1] / "stand_ins"), str(Path(__file__).parents[2])]))
+        folder = make_tiny_vision("qwen3_vl", tmp_path / "model", tied=True)
+    else:
+        folder = mixed_dtypes(tiny_models("qwen3_moe"), tmp_path / "mixed") if mixed else tiny_models(kind)
     moved = perturbed(folder, tmp_path / "moved", seed=1)
     config = small_config(tmp_path, folder)
     config.weights.bucket_bytes = 100_000  # several buckets, with layers that straddle them
-    config.vllm.dtype = "bfloat16" if kind == "qwen3_moe_mixed_dtypes" else "float32"
+    config.vllm.dtype = "bfloat16" if mixed else "float32"
+    config.vllm.extra_args = ["--limit-mm-per-prompt", '{"image": 0, "video": 0}'] if kind == "nested_tie" else []
     fresh_config = copy.deepcopy(config)
     fresh_config.actor.model_name_or_path = str(moved)
     source = Checkpoint(folder)
-    if kind == "qwen3_moe_mixed_dtypes":
-        assert {t.dtype for t in source.tensors.values()} == {torch.float32, torch.bfloat16}
+    assert kind != "glm4_moe" or any("e_score_correction_bias" in name for name in source.tensors)
+    assert not mixed or {t.dtype for t in source.tensors.values()} == {torch.float32, torch.bfloat16}
     sender = make_sender(config.weights, source, 0, "127.0.0.1", tmp_path / "weights")
 
     async def main():
-        fresh = {} if kind == "qwen3_tied" else {"fresh": fresh_config}
-        async with running({"updated": config} | fresh, tmp_path) as engines:
+        async with running({"updated": config} | ({"fresh": fresh_config} if mixed else {}), tmp_path) as engines:
             fleet, everybody, found = Fleet(config, {"updated": engines["updated"]}), Fleet(config, engines), []
             initial = (await everybody.scores(probe()))["updated"]
+            if kind == "nested_tie":  # served for text only, it has no vision tower: an error unless that is said
+                await asyncio.to_thread(sender.stage)
+                await fleet.command("pause", {"version": 1})
+                answers, _ = await fleet.transfer(sender, 1)
+                assert "its model has no place for model.visual.blocks.0" in str(answers["updated"])
+                config.weights.ignore, fleet.members = [tower], []
             for version in (1, 2, 3):  # the third is as the first: nothing of the second may be left
                 source.tensors = Checkpoint(moved if version != 2 else folder).tensors
                 await fleet.update(sender, version)
@@ -53,13 +72,74 @@ def test_after_an_update_an_engine_equals_one_that_was_started_from_the_same_che
 
     initial, found = asyncio.run(main())
     sender.close()
-    if kind != "qwen3_moe_mixed_dtypes":  # 16 bits: experts flip between engine and transformers
-        np.testing.assert_allclose(found[0]["updated"], reference_scores(moved, probe()), atol=1e-4)
-    if kind != "qwen3_tied":
+    if mixed:  # 16 bits: experts flip between engine and transformers
         np.testing.assert_allclose(found[0]["updated"], found[0]["fresh"], atol=1e-6)
+    else:
+        np.testing.assert_allclose(found[0]["updated"], reference_scores(moved, probe()), atol=1e-4)
     np.testing.assert_allclose(found[1]["updated"], initial, atol=1e-6)
     np.testing.assert_allclose(found[2]["updated"], found[0]["updated"], atol=1e-6)
     assert np.abs(initial - found[0]["updated"]).max() > 0.1
+
+
+def with_peft(actor, folder):
+    """The actor's adapters in peft's own model, from the names and values of its parameters."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    lora = actor.config.actor.lora
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(),
+                                peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules))
+    adapters = {f"base_model.model.{name}": whole(p) for name, p in actor.model.named_parameters() if ".lora_" in name}
+    assert adapters and not model.load_state_dict(adapters, strict=False).unexpected_keys
+    return model
+
+
+@pytest.fixture
+def one_rank():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_adapters_travel_alone_and_the_engine_scores_as_peft_does_with_its_folder_untouched(tmp_path, tiny_qwen3, one_rank):
+    config = small_config(tmp_path, tiny_qwen3)
+    config.actor.backend, config.actor.adam.lr, config.weights.bucket_bytes = "transformers", 5e-2, 20_000
+    # a part of a fused layer, one of a layer's two parts, and whole layers; others keep what the engine has read
+    config.actor.lora.rank, config.actor.lora.target_modules = 4, ["q_proj", "o_proj", "up_proj"]
+    actor, served = Actor(config, 20), copy.deepcopy(config)
+    served.actor.model_name_or_path = str(shutil.copytree(tiny_qwen3, tmp_path / "served"))
+    file = tmp_path / "served" / "model.safetensors"
+    original = file.read_bytes()
+    sender = make_sender(config.weights, published(actor.model, "gloo", torch.float32), 0, "127.0.0.1", tmp_path / "weights")
+
+    async def main():
+        async with running({"engine": served}, tmp_path) as engines:
+            fleet, scores, sizes = Fleet(config, engines), [(await engines_scores(engines))], []
+            file.write_bytes(original[:-1] + bytes([original[-1] ^ 1]))  # not the checkpoint that the trainer has read
+            await asyncio.to_thread(sender.stage)
+            await fleet.command("pause", {"version": 0})
+            answers, _ = await fleet.transfer(sender, 0)
+            assert "HTTP 500" in str(answers["engine"])
+            file.write_bytes(original)
+            fleet.members = []
+            for version in range(3):
+                if version:
+                    actor.train_batch(random_batch(version, step=version, version=version - 1).to_bytes())
+                sizes.append((await fleet.update(sender, version)).nbytes)
+                scores += [await engines_scores(engines), forward_scores(with_peft(actor, tiny_qwen3), probe())]
+            return scores, sizes
+
+    async def engines_scores(engines):
+        return await score(engines["engine"], probe(), 60)
+
+    (before, *scores), sizes = asyncio.run(main())
+    sender.close()
+    assert "does not hold the checkpoint that the trainer has loaded" in (tmp_path / "engine.log").read_text()
+    np.testing.assert_allclose(scores[0], before, atol=1e-6)  # nothing is learned yet: the base as it was
+    for engine, peft in zip(scores[::2], scores[1::2]):
+        np.testing.assert_allclose(engine, peft, atol=1e-4)
+    assert np.abs(scores[2] - scores[4]).max() > 1e-3 < np.abs(scores[2] - before).max()
+    assert max(sizes) < 0.1 * len(original) and file.read_bytes() == original
 
 
 class Recorder:

@@ -38,9 +38,10 @@ class Play:
 
 @pytest.fixture
 def play(tmp_path, dialect):
-    """`play(file, script)` runs one rollout; file: a Path or the text of one; agent, rollout: options of their sections."""
+    """`play(file, script)` runs one rollout; file: a Path or the text of one; agent, rollout: options of their sections; dialect: a fixture's."""
+    plain = dialect
 
-    def run(file, script="fine", agent=None, rollout=None, templated=True, latency=0.0, max_len=4096, lease=None):
+    def run(file, script="fine", agent=None, rollout=None, templated=True, latency=0.0, max_len=4096, lease=None, dialect=plain):
         path = file if isinstance(file, Path) else tmp_path / "agent.py"
         if path is not file:
             path.write_text(textwrap.dedent(file))

@@ -8,16 +8,17 @@ from functools import partial
 import torch
 
 from molt_hpc.weights import group
+from molt_hpc.weights.threads import aside
 
 
 def main(host: str, port: int, rank: int, world: int, epoch: int) -> None:
-    store, aborted = group.open_store(host, port, world, False, 60.0), group.watch(host, port, 60.0)
+    store, look = group.open_store(host, port, world, False, 60.0), group.watch(host, port, 60.0)
     print("here", flush=True)
-    joined = group.interruptible(partial(group.join, store, epoch, rank, world, 60.0), aborted)
+    joined = aside(partial(group.join, store, epoch, rank, world, 60.0), look)
     print("joined", flush=True)
     for size in map(int, sys.stdin):
         buffer = torch.empty(size, dtype=torch.uint8)
-        group.interruptible(partial(group.broadcast, joined, buffer), aborted)
+        aside(partial(group.broadcast, joined, buffer), look)
         print(group.checksum(buffer), flush=True)
 
 

@@ -24,6 +24,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from molt_hpc import wire
 from molt_hpc.broker.client import ENDPOINT, BrokerClient, RunStopped, read_keys, write_private
+from molt_hpc.config import RunConfig, load
 from molt_hpc.slurm.roles import meeting_point, node_rank, torchrun_line
 from molt_hpc.slurm.topology import Step
 
@@ -122,6 +123,15 @@ def misbehave(how: str) -> int | None:
     return None
 
 
+def await_training_nodes(run: Path, seconds: float = 60.0) -> None:
+    """Rank 0 reports for all training nodes, so it waits until they have started, as a real one does in its process group."""
+    nodes, deadline = load(RunConfig, run / "config.toml", check=False).actor.num_nodes, time.monotonic() + seconds
+    while not all((run / f"placement_actor_{rank}.json").exists() for rank in range(1, nodes)):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{nodes} training nodes have not started within {seconds:.0f} s")
+        time.sleep(0.05)
+
+
 def serve_role(name: str, run: Path, attempt: int, address: str, rank: int, script: dict) -> int:
     """Report, stay until the broker says stop, misbehave if the script says so."""
     own = {**script.get(name.split("_")[0], {}), **script.get(name, {}), **script.get(f"{name}@{rank}", {})}
@@ -130,6 +140,8 @@ def serve_role(name: str, run: Path, attempt: int, address: str, rank: int, scri
         subprocess.Popen([sys.executable, "-c", DEAF_CHILD], start_new_session=True)
     where = {"name": name, "rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "environment": dict(os.environ)}
     (run / f"placement_{name}_{rank}.json").write_text(json.dumps(where))
+    if name == "actor" and rank == 0:
+        await_training_nodes(run)
     client = BrokerClient(run, address, name.split("_")[0], name, attempt)
     if not own.get("silent") and (name != "actor" or rank == 0):
         client.request("ready")

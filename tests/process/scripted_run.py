@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
 
 from scripted_roles import scripted
 
 from molt_hpc.config import RunConfig, load
 from molt_hpc.slurm.preflight import this_machine
-from molt_hpc.slurm.run_folder import create_log_folder, open_run_folder
+from molt_hpc.slurm.run_folder import open_run_folder
 from molt_hpc.slurm.supervisor import Supervisor
 from molt_hpc.slurm.topology import plan
 
@@ -19,8 +18,7 @@ from molt_hpc.slurm.topology import plan
 def main(script: dict, path: str, overrides: list[str]) -> int:
     config = load(RunConfig, path, overrides, check=False)
     topology = plan(config, os.environ, this_machine(os.environ))
-    run_id, attempt = open_run_folder(config, topology, sys.argv, os.environ)
-    logs = create_log_folder(Path(config.output_dir), attempt)
+    run_id, attempt, logs = open_run_folder(config, topology, sys.argv, os.environ)
     return Supervisor(config, topology, run_id, attempt, logs, os.environ, scripted(script)).run()
 
 

@@ -10,11 +10,13 @@ import httpx
 import openai
 import pytest
 
+from molt_hpc.rollout.chat_anthropic import parse_messages
 from molt_hpc.rollout.chat_episode import ChatEpisode
 from molt_hpc.rollout.chat_server import ChatServer
 from molt_hpc.rollout.dialect import Dialect
 from molt_hpc.rollout.engine import EngineError
 from molt_hpc.rollout.reply_parsing import ReplyParser
+from molt_hpc.rollout.sampling import Unsupported
 from tests.chat_templates import make_tokenizer
 from tests.scripted_model import ScriptedEngine, chat_config, failing, lease_of
 
@@ -44,6 +46,18 @@ def test_vllms_parsers_find_the_calls_of_each_family(dialects, name, reply, cont
     assert [c["function"] for c in message["tool_calls"]] == [{"name": "weather", "arguments": {"city": "Bern"}}]
     with pytest.raises(ValueError, match="agent.tool_parser: vLLM's parser 'no such'"):
         ReplyParser(tokenizer, "no such")
+
+
+def test_a_forced_call_becomes_a_grammar_of_the_form_that_the_parser_finds(parsers):
+    choice = parse_messages({"messages": USER, "max_tokens": 5, "tool_choice": {"type": "tool", "name": "weather"}}).tool_choice
+    assert parse_messages({"messages": USER, "max_tokens": 5, "tool_choice": {"type": "any"}}).tool_choice == "required"
+    for forced in (choice, "required"):
+        tag = parsers["hermes"].grammar([WEATHER], forced)["structural_tag"]
+        assert "<tool_call>" in tag and "weather" in tag
+    for parser, tools, forced in (("hermes", [WEATHER], {"type": "function", "function": {"name": "other"}}), ("hermes", None, "required"),
+                                  ("", [WEATHER], "required")):
+        with pytest.raises(Unsupported):
+            parsers[parser].grammar(tools, forced)
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +262,7 @@ def test_every_mistake_raises_the_sdks_own_class(room):
             await room.anthropic.with_options(api_key="other").messages.create(model="policy", max_tokens=5, messages=USER)
         with pytest.raises(openai.BadRequestError, match="agent.tool_parser"):
             await room.chat(tools=[WEATHER])
-        with pytest.raises(openai.BadRequestError, match="image_url"):
+        with pytest.raises(openai.BadRequestError, match="sees no images"):
             await room.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]}])
         with pytest.raises(openai.BadRequestError, match="no such switch"):
             await room.chat(reasoning_effort="low")

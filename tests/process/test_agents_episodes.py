@@ -31,6 +31,11 @@ GUESS = """
 """
 
 
+def turn_rewards(rollout):
+    assert all((s.extras["turn_rewards"][:, 0] == s.action_spans[:, 1] - 1).all() for s in rollout.segments)
+    return [reward for segment in rollout.segments for reward in segment.extras["turn_rewards"][:, 1]]
+
+
 def answers(*texts):
     left = list(texts)
     return lambda prompt, sampling: left.pop(0)
@@ -39,7 +44,7 @@ def answers(*texts):
 def test_an_env_gets_its_feedback_between_the_templates_seams(play):
     done = play(GUESS, answers("7", "it is 42"))
     rollout = done.outcome
-    assert rollout.reward == 0.75 and rollout.info == {"tries": 2.0} and rollout.turns == 2 and rollout.turn_rewards == [-0.25, 1.0]
+    assert rollout.reward == 0.75 and rollout.info == {"tries": 2.0} and rollout.turns == 2 and turn_rewards(rollout) == [-0.25, 1.0]
     assert rollout.stop_reason == "terminated" and rollout.terminated and not rollout.truncated
     assert done.text() == ("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n7<|im_end|>\n<|im_start|>user\nno, again<|im_end|>\n"
                            "<|im_start|>assistant\nit is 42<|im_end|>")
@@ -143,7 +148,7 @@ CHAT = """
 
 def test_a_labs_molt_chat_agent_runs_and_its_judge_is_not_trained(play):
     done = play(CHAT, lambda prompt, sampling: "yes" if "right?" in prompt else "it is 42")
-    assert done.outcome.reward == 1.0 and done.outcome.info == {"verdict": 3.0} and done.outcome.turn_rewards == [0.5]
+    assert done.outcome.reward == 1.0 and done.outcome.info == {"verdict": 3.0} and turn_rewards(done.outcome) == [0.5]
     assert done.text() == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nit is 42<|im_end|>" and len(done.engine.calls) == 2
     wrong = play(CHAT.replace("turn_rewards=[0.5]", "turn_rewards=[0.5, 1]")).outcome
     assert str(wrong) == "the agent gave 2 turn_rewards for 1 sampled replies"
@@ -240,7 +245,7 @@ def test_one_process_runs_no_more_rollouts_than_it_may(tmp_path, dialect):
 
 
 def test_settings_that_would_do_nothing_are_errors(play):
-    with pytest.raises(ValueError, match="agent.tool_parser and agent.reasoning_parser have no effect"):
+    with pytest.raises(ValueError, match="agent.tool_parser, agent.reasoning_parser and agent.image_folder have no effect"):
         play(GUESS, agent={"tool_parser": "hermes"})
     with pytest.raises(ValueError, match="needs data.apply_chat_template"):
         play(CHAT, templated=False)
@@ -251,21 +256,21 @@ def test_a_record_with_branches_survives_the_wire(play):
 
     done = play(CHAT.replace("turn_rewards=[0.5]", "turn_rewards=[1, 2, 3]").replace("max_tokens=", "n=3, max_tokens="))
     back = Rollout.from_wire(*done.outcome.to_wire())
-    assert back.turn_rewards == [1.0, 2.0, 3.0] and len(back.segments) == 3
+    assert turn_rewards(back) == [1.0, 2.0, 3.0] and len(back.segments) == 3
     assert all(np.array_equal(a.token_ids, b.token_ids) for a, b in zip(back.segments, done.outcome.segments))
 
 
 def test_prompt_rows_may_bring_tools_and_options(tmp_path):
     from molt_hpc.config import DataConfig
-    from molt_hpc.data.prompts import read_rows
+    from molt_hpc.data.prompts import read_files
 
     tools = [{"type": "function", "function": {"name": "f"}}]
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": "x", "tools": t, "options": {"level": 2}}) + "\n" for t in (tools, json.dumps(tools))))
-    assert [(r["tools"], r["options"]) for r in read_rows(DataConfig(prompt_dataset=str(path)))] == [(tools, {"level": 2})] * 2
+    assert [(r["tools"], r["options"]) for r in read_files(DataConfig(prompt_dataset=str(path)))[0]] == [(tools, {"level": 2})] * 2
     path.write_text(json.dumps({"prompt": "x", "tools": "[" }) + "\n")
     with pytest.raises(ValueError, match="prompts.jsonl:1: 'tools' is neither"):
-        read_rows(DataConfig(prompt_dataset=str(path)))
+        read_files(DataConfig(prompt_dataset=str(path)))
 
 
 def test_agent_processes_must_have_room_for_what_a_worker_keeps_in_flight(tmp_path):

@@ -32,10 +32,10 @@ def good(tmp_path) -> list[str]:
 
 
 def test_check_shows_what_run_would_start(good, tmp_path):
-    done = molt("check", *good, "--launch.cpus_per_node", "8")
+    done = molt("check", *good, "--launch.cpus_per_node", "8", "--vllm.tensor_parallel_size", "2")
     assert (done.returncode, done.stderr) == (0, "")
     assert "training ranks: 2 (1 nodes x 2)" in done.stdout
-    assert "weight group: 2 (training rank 0 and the engine ranks)" in done.stdout
+    assert "engines: 1 x tensor parallel 2 = 2 engine ranks" in done.stdout and "weight group: 3 (training rank 0 and the engine ranks)" in done.stdout
     assert "2 processes a node, 4 cores, 2 threads each" in done.stdout
     assert done.stdout.count("-m molt_hpc.guard") == 3
     assert "-m molt_hpc.train.loop" in done.stdout

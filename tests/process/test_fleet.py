@@ -92,12 +92,14 @@ def test_a_worker_that_vanishes_costs_no_rollout(started, tmp_path):
     config = small_config(tmp_path, prompts=24)
     config.broker.heartbeat_timeout = 6.0
     broker = started(config)
-    doomed, steady, actor = broker.worker(name="rollout_n0"), broker.worker(name="rollout_n1"), broker.actor()
-    actor.begin()
+    doomed, steady, actor = broker.worker(name="rollout_n0"), broker.worker(name="rollout_n1", credits=2), broker.actor()
     doomed.hold.set()
+    steady.hold.set()
+    actor.begin()
     while not doomed.held:
         time.sleep(0.01)
     doomed.close()
+    steady.hold.clear()
     keep_alive(steady)
     # an update with the vanished engine would fail; it is noticed before the batch is complete
     assert train_all(actor) == expected(24)
@@ -119,12 +121,14 @@ def test_a_worker_that_keeps_failing_gets_no_more_leases_and_status_says_why(sta
     config.broker.max_worker_faults, config.broker.max_attempts = 3, 50
     broker = started(config)
     bad = broker._opened(FailingWorker(broker, broker.attempt, name="rollout_n1"))
-    good, actor = broker.worker(name="rollout_n0"), broker.actor()
+    # its engine may serve first: with as many credits as there are leases it would take and hold them all
+    good, actor = broker.worker(name="rollout_n0", credits=2), broker.actor()
     good.hold.set()
-    observer, deadline = broker.client(), time.monotonic() + 20
-    while sum(worker["ready"] for worker in observer.request("status")["workers"].values()) < 2 and time.monotonic() < deadline:
+    observer = broker.client()
+    while sum(worker["ready"] for worker in observer.request("status")["workers"].values()) < 2:
         time.sleep(0.02)
     actor.begin()
+    deadline = time.monotonic() + 20
     while not (barred := observer.request("status")["workers"]["rollout_n1"]["barred"]) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert "3 infrastructure faults in a row" in barred and "the disk is full" in barred

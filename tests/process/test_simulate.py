@@ -14,15 +14,15 @@ TOOLS = Path(__file__).resolve().parents[2] / "tools"
 @pytest.fixture
 def model(monkeypatch):
     monkeypatch.syspath_prepend(str(TOOLS))
-    import simulate_model
+    import simulate_workers
 
-    return simulate_model
+    return simulate_workers
 
 
 @pytest.mark.slow
 def test_faults_and_deaths_neither_lose_nor_repeat_a_rollout():
-    words = {"workers": 50, "slots": 2, "steps": 5, "batch-size": 16, "samples": 4, "max-lag": 1, "mean-seconds": 0.1, "step-seconds": 0.05,
-             "fault-rate": 0.05, "deaths": 4, "seed": 3}
+    words = {"workers": 50, "slots": 2, "steps": 5, "batch_size": 16, "samples": 4, "max_lag": 1, "mean_seconds": 0.1, "step_seconds": 0.05,
+             "fault_rate": 0.05, "deaths": 4, "seed": 3}
     options = [word for name, value in words.items() for word in (f"--{name}", str(value))]
     done = subprocess.run([sys.executable, str(TOOLS / "simulate"), *options, "--json"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

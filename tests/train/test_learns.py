@@ -1,11 +1,13 @@
-"""Short runs at a fixed seed: each algorithm raises the reward of a small task, and distillation moves the student to its teacher.
+"""Short runs at fixed seeds on the quick start's own model, data, settings and scorer: each algorithm raises the reward.
 
 One rank in this process; the sampler is transformers' own model under the actor's weights, so every log-prob is real.
+The warm start is half of the quick start's, and all runs share it.
 """
 
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,18 +15,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from molt_hpc.config import RunConfig, load
+from molt_hpc.config import RunConfig, SftConfig, load
 from molt_hpc.data.shards import Batch, build_batch, write_shard
 from molt_hpc.records import Prompt, Rollout, Segment
 from molt_hpc.train.actor import Actor
+from molt_hpc.train.export import export_hf
 from molt_hpc.train.logprob import pack_segments
 from molt_hpc.train.loop import Loop
+from molt_hpc.train.sft import run_rank
 from tests.batches import random_batch
 from tests.tiny import make_tokenizer
 
-GROUPS, SAMPLES, PROMPT, REPLY, STEPS = 6, 8, 3, 6, 25
+DEMO = Path(__file__).parents[2] / "launchers" / "demo"
+GROUPS, SAMPLES, STEPS, WARM_STEPS, WARM_ROWS = 24, 8, 16, 600, 6000
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,73 +39,118 @@ def process_group():
     dist.destroy_process_group()
 
 
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory, process_group):
+    """(folder of the warm-started model, prompt rows, agent) of the quick start, and the reward before any training on each batch's prompts."""
+    sys.path.insert(0, str(DEMO))
+    import agent
+    import make_data
+    import make_model
+
+    folder = tmp_path_factory.mktemp("demo")
+    base = make_model.make_model(folder / "base")
+    rows = make_data.write_jsonl(folder / "sft.jsonl", make_data.sft_rows(WARM_ROWS, 0))
+    (folder / "warm").mkdir()
+    words = {"model.model_name_or_path": base, "data.dataset": rows, "output_dir": folder / "warm", "train.max_steps": WARM_STEPS}
+    run_rank(load(SftConfig, DEMO / "sft.toml", [word for k, v in words.items() for word in (f"--{k}", str(v))]))
+    start = folder / "warm", make_data.prompt_rows(GROUPS * STEPS, 0), agent.Agent()
+    policy, tokenizer = sampler(start[0])
+    return *start, [float(sample(policy, tokenizer, *start[1:], step).rollout_reward.mean()) for step in range(1, STEPS + 1)]
+
+
+def sampler(folder: Path):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+
+
 @torch.no_grad()
-def sample(policy: AutoModelForCausalLM, step: int) -> Batch:
-    """Replies of REPLY tokens to random prompts; the reward is the share of even token numbers."""
-    generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(3, 330, (GROUPS, PROMPT), generator=generator).repeat_interleave(SAMPLES, 0)
-    logprobs = torch.zeros(ids.shape)
-    for _ in range(REPLY):
-        scores = torch.log_softmax(policy(input_ids=ids).logits[:, -1], -1)
-        chosen = torch.multinomial(scores.exp(), 1, generator=generator)
-        ids, logprobs = torch.cat([ids, chosen], 1), torch.cat([logprobs, scores.gather(1, chosen)], 1)
-    total, rollouts = PROMPT + REPLY, []
-    for row in range(len(ids)):
-        segment = Segment(ids[row].numpy().astype(np.int32), logprobs[row].numpy(), np.array([[PROMPT, total]], np.int32),
-                          np.array([[PROMPT, total, step - 1]], np.int32), 1.0)
-        reward = float((ids[row, PROMPT:] % 2 == 0).float().mean())
-        prompt = Prompt(row // SAMPLES, str(row // SAMPLES), text="")
-        rollouts.append(Rollout(row // SAMPLES, row % SAMPLES, 0, prompt, [segment], reward, reward, "terminated", True, False, 1, 0.1))
+def sample(policy, tokenizer, rows: list[dict], agent, step: int) -> Batch:
+    """SAMPLES replies to each prompt of a batch, scored by the quick start's agent."""
+    rows = [row for row in rows[(step - 1) * GROUPS:step * GROUPS] for _ in range(SAMPLES)]
+    texts = [tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in rows]
+    asked = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt", return_token_type_ids=False)
+    torch.manual_seed(step)
+    found = policy.generate(**asked, do_sample=True, top_k=0, max_new_tokens=20, output_logits=True, return_dict_in_generate=True)
+    replies = found.sequences[:, asked.input_ids.shape[1]:]
+    logprobs = torch.log_softmax(torch.stack(found.logits, 1), -1).gather(-1, replies[..., None])[..., 0]
+    rollouts = []
+    for i, (row, reply) in enumerate(zip(rows, replies, strict=True)):
+        ended = (reply == tokenizer.eos_token_id).nonzero()
+        reply = reply[:int(ended[0]) + 1] if len(ended) else reply
+        ids = torch.cat([asked.input_ids[i][asked.attention_mask[i].bool()], reply]).numpy().astype(np.int32)
+        start, total = len(ids) - len(reply), len(ids)
+        segment = Segment(ids, np.concatenate([np.zeros(start), logprobs[i, :len(reply)]]).astype(np.float32),
+                          np.array([[start, total]], np.int32), np.array([[start, total, step - 1]], np.int32), 1.0)
+        scored = agent.step({"label": row["label"], "action_text": tokenizer.decode(reply)})
+        prompt = Prompt(i // SAMPLES, row["id"], messages=row["prompt"], label=row["label"])
+        rollouts.append(Rollout(i // SAMPLES, i % SAMPLES, 0, prompt, [segment], scored.reward, scored.score, "terminated", True, False, 1,
+                                0.1, scored.info))
     return build_batch(step, step - 1, rollouts)
 
 
-def run(config: RunConfig, steps: int = STEPS) -> list[dict[str, float]]:
-    actor = Actor(config, steps)
-    policy, records = AutoModelForCausalLM.from_pretrained(config.actor.model_name_or_path, dtype=torch.float32), []
-    for step in range(1, steps + 1):
+def learn(demo, folder: Path, *words: str) -> tuple[Actor, list[dict[str, float]]]:
+    """Train the warm start for STEPS batches with the quick start's configuration and further options."""
+    warm, rows, agent, _ = demo
+    own = ["--actor.model_name_or_path", str(warm), "--data.prompt_dataset", "unused", "--train.agent_path", str(DEMO / "agent.py"),
+           "--output_dir", str(folder), "--actor.backend", "transformers", "--actor.adam.lr", "5e-4"]
+    actor, records = Actor(load(RunConfig, DEMO / "rl.toml", own + list(words)), STEPS), []
+    policy, tokenizer = sampler(warm)
+    for step in range(1, STEPS + 1):
         policy.load_state_dict(dict(actor.weights(torch.float32)))
-        records.append(actor.train_batch(sample(policy, step).to_bytes()))
+        records.append(actor.train_batch(sample(policy, tokenizer, rows, agent, step).to_bytes()))
         assert records[-1]["logprob_gap_max"] < 1e-4, "sampler and trainer are the same policy"
-    return records
+    return actor, records
 
 
-def mean(records: list[dict[str, float]], key: str) -> float:
-    return float(np.mean([record[key] for record in records]))
-
-
+TWO_EPOCHS = ("--train.max_epochs", "2")
 CASES = {
-    **{name: {"algo__advantage__estimator": name}
-       for name in ("grpo", "rloo", "dr_grpo", "reinforce", "reinforce_baseline", "max_rl", "pass_at_k")},
-    "gae": {"algo__advantage__estimator": "gae", "critic__adam__lr": 5e-3},
-    "gspo": {"actor__loss_mode": "gspo", "train__max_epochs": 2},
-    "cispo": {"actor__loss_mode": "cispo", "actor__eps_clip_low_high": (0.2, 2.0), "train__max_epochs": 2},
-    "dppo": {"actor__loss_mode": "dppo", "train__max_epochs": 2},
-    "sapo": {"actor__loss_mode": "sapo", "train__max_epochs": 2},
-    "lora": {"actor__lora__rank": 16, "actor__adam__lr": 1e-2},
-    "muon": {"actor__optim": "muon", "actor__muon__lr": 0.02},
+    "rloo": ("--algo.advantage.estimator", "rloo"),
+    "dr_grpo": ("--algo.advantage.estimator", "dr_grpo"),
+    "reinforce": ("--algo.advantage.estimator", "reinforce"),
+    "gae": ("--algo.advantage.estimator", "gae", "--critic.adam.lr", "5e-3"),
+    "gspo": ("--actor.loss_mode", "gspo", *TWO_EPOCHS),
+    "cispo": ("--actor.loss_mode", "cispo", "--actor.eps_clip_low_high", "0.2", "2.0", *TWO_EPOCHS),
+    "max_rl and dppo": ("--algo.advantage.estimator", "max_rl", "--actor.loss_mode", "dppo", *TWO_EPOCHS),
+    "pass_at_k and sapo": ("--algo.advantage.estimator", "pass_at_k", "--actor.loss_mode", "sapo", *TWO_EPOCHS),
+    "reinforce_baseline and muon": ("--algo.advantage.estimator", "reinforce_baseline", "--actor.optim", "muon", "--actor.muon.lr", "0.005"),
+    "lora": ("--actor.lora.rank", "16", "--actor.adam.lr", "2e-3"),
 }
+
+
+@pytest.fixture(scope="module")
+def grpo(demo, tmp_path_factory):
+    """(records, folder of the trained model)."""
+    folder = tmp_path_factory.mktemp("grpo")
+    actor, records = learn(demo, folder)
+    export_hf(actor, folder / "hf")
+    return records, folder / "hf"
+
+
+def assert_rises(name: str, demo, records: list[dict[str, float]]) -> None:
+    """Against the warm start on the same prompts: some batches are harder than others."""
+    before, after = np.mean(demo[3][-4:]), np.mean([record["reward_mean"] for record in records[-4:]])
+    print(f"{name}: {before:.3f} -> {after:.3f}", [round(record["reward_mean"] - base, 3) for record, base in zip(records, demo[3], strict=True)])
+    assert after > before + 0.04
+
+
+@pytest.mark.slow
+def test_grpo_raises_the_reward(demo, grpo):
+    assert_rises("grpo", demo, grpo[0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_the_reward_rises(name: str, tiny_qwen3: Path, write_config):
+def test_the_reward_rises(name: str, demo, tmp_path: Path):
     if name == "lora":
         pytest.importorskip("peft")
-    config = load(RunConfig, write_config(tiny_qwen3, **{"actor__adam__lr": 5e-3} | CASES[name]))
-    records = run(config, 2 * STEPS if name == "lora" else STEPS)
-    first, last = mean(records[:3], "reward_mean"), mean(records[-3:], "reward_mean")
-    print(name, first, last)
-    assert first < 0.6 and last > first + 0.15
+    assert_rises(name, demo, learn(demo, tmp_path, *CASES[name])[1])
 
 
 @pytest.mark.slow
-def test_distillation_moves_the_student_to_its_teacher(tiny_models, write_config):
-    teacher = tiny_models("qwen3", seed=1)
-    records = run(load(RunConfig, write_config(tiny_models("qwen3"), algo__advantage__estimator="on_policy_distill", actor__adam__lr=2e-3,
-                                               ref__model_name_or_path=str(teacher))), 60)
-    first, last = mean(records[:3], "kl_mean"), mean(records[-3:], "kl_mean")
-    print(first, last)
-    assert 0 < last < 0.8 * first
+def test_distillation_moves_the_student_to_its_teacher(demo, grpo, tmp_path: Path):
+    records = learn(demo, tmp_path, "--algo.advantage.estimator", "on_policy_distill", "--ref.model_name_or_path", str(grpo[1]))[1]
+    values = [record["kl_mean"] for record in records]
+    print([round(value, 4) for value in values])
+    assert 0 < np.mean(values[-4:]) < 0.5 * np.mean(values[:4])
 
 
 def test_a_users_file_adds_estimators_and_losses(tiny_qwen3, write_config, tmp_path: Path):

@@ -65,7 +65,7 @@ def test_a_different_record_is_found_and_named(finished_run: Path, tmp_path: Pat
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     done = replay(run, "--step", "3")
     assert done.returncode == 1
-    assert "DIFFERENT by 9.99" in done.stdout and "steps [3] differ" in done.stdout
+    assert "DIFFERENT by 9.99" in done.stdout and "not equal: steps [3]" in done.stdout
 
 
 def test_a_missing_batch_is_said_before_anything_starts(finished_run: Path, tmp_path: Path):

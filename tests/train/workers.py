@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,13 +17,14 @@ from torch.distributed.tensor import DTensor
 
 from molt_hpc.config import RunConfig, load
 from molt_hpc.data.shards import Batch, read_shard
-from molt_hpc.train.actor import Actor, TrainingError
+from molt_hpc.train.actor import Actor
 from molt_hpc.train.checkpoint import load_checkpoint, nearest, save_checkpoint
 from molt_hpc.train.export import export_hf
+from molt_hpc.train.launch import in_process_group
 from molt_hpc.train.logprob import pack_segments
 from molt_hpc.train.metrics import TokenSums
-from molt_hpc.train.micro import TokenTable, whole_sequences
-from molt_hpc.train.optim import Optimizers
+from molt_hpc.train.micro import TokenTable, share_plan, whole_sequences
+from molt_hpc.train.optim import Optimizers, TrainingError
 from tests.batches import random_batch
 
 
@@ -51,7 +53,7 @@ def gradients(actor: Actor) -> dict[str, torch.Tensor]:
 def batch_gradient(actor: Actor, batch: Batch) -> tuple[dict[str, torch.Tensor], float]:
     """Gradient and loss of a batch's first optimizer step, by the actor's own code up to the step itself."""
     table = TokenTable(batch)
-    plan = actor._share_plan(table)
+    plan = share_plan(actor.model, table, actor.config.train)
     actor._prepare(plan, table, 1, whole_sequences(plan, table))
     total = actor._backward(table, plan.steps[0], TokenSums(), True)
     dist.all_reduce(total)
@@ -64,7 +66,7 @@ def invariance(config_path: str, out: str, *budgets: str) -> None:
     """Gradients of the same batch for every token budget, and with every rollout split in other segments."""
     config = load(RunConfig, config_path, check=False)
     actor = Actor(config, None)
-    batch = random_batch(3, segments=2)
+    batch = random_batch(3, segments=2, reader=actor.model.vision and actor.model.vision.reader, choices=bool(config.rollout.top_k))
     for budget in budgets:
         config.train.max_tokens_per_gpu = int(budget)
         found, loss = batch_gradient(actor, batch)
@@ -76,7 +78,7 @@ def invariance(config_path: str, out: str, *budgets: str) -> None:
 def split_spans(batch: Batch) -> Batch:
     """The same sampled tokens in more segments: each span of sampled tokens in a segment of its own, with its context."""
     parts: dict[str, list[np.ndarray]] = {"token_ids": [], "logprobs": [], "action_mask": [], "versions": []}
-    lengths, owners, temperatures = [], [], []
+    lengths, owners, temperatures, sources = [], [], [], []
     for s, (start, end) in enumerate(zip(batch.segment_offsets[:-1], batch.segment_offsets[1:], strict=True)):
         mask = batch.action_mask[start:end]
         edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
@@ -90,11 +92,16 @@ def split_spans(batch: Batch) -> Batch:
             lengths.append(last)
             owners.append(batch.segment_rollout[s])
             temperatures.append(batch.segment_temperature[s])
-    arrays = {name: np.concatenate(values) for name, values in parts.items()}
+            sources.append(s)
+    arrays, extras = {name: np.concatenate(values) for name, values in parts.items()}, {}
+    for name in ("images", "image_spans") if "extra.images" in batch.extras else ():
+        rows = [found for s in sources if (found := batch.extra(name, s)) is not None]
+        counts = [0 if batch.extra(name, s) is None else len(batch.extra(name, s)) for s in sources]
+        extras |= {f"extra.{name}": np.concatenate(rows), f"extra_offsets.{name}": np.concatenate([[0], np.cumsum(counts)])}
     return Batch(batch.step, batch.version, **arrays, segment_offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
                  segment_rollout=np.array(owners, np.int32), segment_temperature=np.array(temperatures, np.float32),
                  rollout_reward=batch.rollout_reward, rollout_score=batch.rollout_score, rollout_group=batch.rollout_group,
-                 group_ordinal=batch.group_ordinal, rollouts=batch.rollouts)
+                 group_ordinal=batch.group_ordinal, rollouts=batch.rollouts, extras=extras)
 
 
 def in_another_order(batch: Batch) -> Batch:
@@ -149,10 +156,10 @@ def double_invariance(config_path: str, out: str, variants: str) -> None:
         save_on_rank_0(found, f"{out}/{dist.get_world_size()}_{name}.safetensors")
 
 
-def train(config_path: str, out: str, first: str, last: str, save: str = "", resume: str = "") -> None:
+def train(config_path: str, out: str, first: str, last: str, save: str = "", resume: str = "", *, store: dist.Store) -> None:
     """Train the batches first..last; optionally save a checkpoint at the end, or start from the newest one. Writes metrics and weights."""
     config = load(RunConfig, config_path, check=False)
-    actor = Actor(config, 10)
+    actor = Actor(config, 10, store)
     run = Path(config.output_dir)
     if resume:
         described = load_checkpoint(actor, nearest(run))
@@ -170,11 +177,11 @@ def train(config_path: str, out: str, first: str, last: str, save: str = "", res
         Path(f"{out}.json").write_text(json.dumps(gathered))
 
 
-def export(config_path: str, out: str, dtype: str = "") -> None:
+def export(config_path: str, out: str) -> None:
     """Train one batch, export, and leave the trainer's own log-probs of fixed tokens beside the export."""
     actor = Actor(load(RunConfig, config_path, check=False), 10)
     actor.train_batch(raw(random_batch(1)))
-    export_hf(actor, Path(out), getattr(torch, dtype) if dtype else None)
+    export_hf(actor, Path(out))
     ids = np.random.default_rng(9).integers(3, 330, 30)
     packed = pack_segments([ids], [np.arange(30) > 0], [1.0], actor.device)
     with torch.no_grad():
@@ -225,7 +232,7 @@ def out_of_memory(config_path: str) -> None:
     try:
         actor.train_batch(raw(random_batch(1, length=(3000, 4000))))
     except TrainingError as error:
-        print(error)
+        print(error, "| in", [frame.name for frame in traceback.extract_tb(error.__traceback__)])
 
 
 def record_run(run: str, steps: str, save_at: str) -> None:
@@ -242,7 +249,8 @@ def record_run(run: str, steps: str, save_at: str) -> None:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    globals()[sys.argv[1]](*sys.argv[2:])
-    dist.barrier()
-    dist.destroy_process_group()
+    chosen, words = globals()[sys.argv[1]], sys.argv[2:]
+    if chosen is train:
+        in_process_group(lambda store: train(*words, store=store), load(RunConfig, words[0], check=False))
+    else:
+        in_process_group(lambda store: chosen(*words))

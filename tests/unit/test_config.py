@@ -51,12 +51,16 @@ def test_the_command_line_wins_over_the_file(tmp_path):
     (["--actor.loss_mode", "sapo", "--actor.eps_clip_low_high", "0.1", "0.2"], "eps_clip_low_high has no effect with loss_mode sapo"),
     (["--actor.lora.alpha", "3"], "actor.lora has no effect without actor.lora.rank"),
     (["--actor.lora.rank", "3"], "actor.lora needs actor.backend transformers"),
+    (["--weights.ignore", "("], "weights.ignore: '.' is no regular expression"),
+    (["--weights.ignore", "mtp", "--weights.backend", "sparse_nccl"], "weights.ignore has no effect with weights.backend sparse_nccl"),
     (["--train.max_bad_steps", "0"], "train.max_bad_steps: expected at least 1"),
     (["--critic.value_clip", "0.5"], "critic has no effect with estimator grpo"),
     (["--actor.freezing_steps", "5"], "freezing_steps has no effect with estimator grpo"),
     (["--actor.muon.lr", "0.1"], "actor.muon has no effect"),
     (["--train.batch_size", "5"], "do not divide rollout.batch_size 32"),
-    (["--fsdp.tp_size", "3"], "does not divide the 2 training ranks"),
+    (["--fsdp.tp_size", "3"], "does not divide the 2 training ranks of the actor"),
+    (["--algo.advantage.estimator", "gae", "--critic.num_procs", "2"], "2 training ranks cannot be split into .*'the actor': 0"),
+    (["--ref.num_procs", "1"], "ref.num_procs has no effect without algo.kl.init_coef"),
     (["--vllm.num_engines", "3", "--rollout.num_nodes", "2"], "cannot be spread evenly"),
 ])
 def test_wrong_options_are_one_line_errors_that_name_the_key(words, text):

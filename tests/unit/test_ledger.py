@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from molt_hpc.broker.journal import Journal, segment_path
 from molt_hpc.broker.ledger import GroupState, Ledger, LedgerConfig
-from molt_hpc.broker.recovery import next_segment, recover, snapshot
+from molt_hpc.broker.store import next_segment, recover, snapshot
 
 
 def make(batch=2, n=2, minimum=1, lag=0, attempts=2, prompts=10, max_steps=0, filter_range=None, group_timeout=0.0):

@@ -104,8 +104,8 @@ def test_rollouts_that_are_spread_over_micro_batches_are_noticed():
     table = TokenTable(random_batch(1, groups=2, samples=2))
     owners, everything = table.batch.segment_rollout.tolist(), list(range(len(table.batch.segment_rollout)))
     assert len(set(owners)) < len(owners)
-    assert whole_sequences(Plan(1, [StepPlan([[everything]], 1)]), table)
-    assert not whole_sequences(Plan(1, [StepPlan([[[s] for s in everything]], 1)]), table)
+    assert whole_sequences(Plan([StepPlan([[everything]], 1, 100)]), table)
+    assert not whole_sequences(Plan([StepPlan([[[s] for s in everything]], 1, 100)]), table)
 
 
 def test_without_a_token_of_the_current_version_there_is_no_gap():

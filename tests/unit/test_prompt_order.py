@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from molt_hpc.broker.groups import ledger_config
 from molt_hpc.broker.journal import Journal
-from molt_hpc.broker.recovery import recover, snapshot
-from molt_hpc.broker.server import ledger_config
-from molt_hpc.config import RunConfig, dump, load
-from molt_hpc.data.order import Thresholds, epoch_order, kept_rows
-from molt_hpc.data.prompts import PromptOrder, check_prompts
+from molt_hpc.broker.store import recover, snapshot
+from molt_hpc.config import DataConfig, RunConfig, dump, load
+from molt_hpc.data.order import epoch_order, kept_rows
+from molt_hpc.data.prompts import PromptOrder, read_files
 
 SIZES = st.lists(st.integers(1, 30), min_size=1, max_size=4)
 NEEDED = ["--output_dir", "r", "--actor.model_name_or_path", "m", "--train.agent_path", "a"]
@@ -71,18 +71,22 @@ def test_the_places_of_equal_weights_are_not_a_pattern():
     assert (files[1:] == files[:-1]).mean() == pytest.approx(0.5, abs=0.04)
 
 
+def thresholds(easy, hard, easy_fraction, hard_fraction):
+    return DataConfig(easy_threshold=easy, hard_threshold=hard, easy_fraction=easy_fraction, hard_fraction=hard_fraction)
+
+
 @given(st.lists(st.one_of(st.just(float("nan")), st.floats(0, 1, width=32)), min_size=1, max_size=60),
        st.integers(0, 99), st.integers(1, 9))
 def test_fraction_one_keeps_and_zero_leaves_out_and_the_middle_always_stays(rates, seed, epoch):
     rates = np.array(rates, np.float32)
-    kept = kept_rows(rates, Thresholds(0.8, 0.2, 0.0, 1.0), seed, epoch)
+    kept = kept_rows(rates, thresholds(0.8, 0.2, 0.0, 1.0), seed, epoch)
     assert kept.tolist() == [not rate >= 0.8 for rate in rates]
-    assert kept_rows(rates, Thresholds(0.8, 0.2, 1.0, 0.0), seed, epoch).tolist() == [not rate <= 0.2 for rate in rates]
+    assert kept_rows(rates, thresholds(0.8, 0.2, 1.0, 0.0), seed, epoch).tolist() == [not rate <= 0.2 for rate in rates]
 
 
 def test_fractions_are_met_and_drawn_anew_every_epoch():
     rates = np.repeat(np.array([0.0, 0.5, 1.0], np.float32), 4000)
-    kept = [kept_rows(rates, Thresholds(1.0, 0.0, 0.2, 0.5), 1, epoch).reshape(3, 4000) for epoch in (1, 2)]
+    kept = [kept_rows(rates, thresholds(1.0, 0.0, 0.2, 0.5), 1, epoch).reshape(3, 4000) for epoch in (1, 2)]
     for found in kept:
         assert found.mean(axis=1) == pytest.approx([0.5, 1.0, 0.2], abs=0.04)
     assert (kept[0][0] & kept[1][0]).mean() == pytest.approx(0.25, abs=0.04)
@@ -143,10 +147,10 @@ def test_a_broken_row_of_any_file_is_named(tmp_path):
     config = made(tmp_path, [3, 3])
     (tmp_path / "part1.jsonl").write_text('{"prompt": "fine"}\n{"question": "x"}\n')
     with pytest.raises(ValueError, match=f"{tmp_path}/part1.jsonl:2: expected an object with the column 'prompt'"):
-        check_prompts(config)
+        read_files(config.data)
     (tmp_path / "part0.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="part0.jsonl has no rows"):
-        check_prompts(config)
+        read_files(config.data)
 
 
 def test_a_row_is_of_its_file_unless_it_says_otherwise(tmp_path):
@@ -155,7 +159,7 @@ def test_a_row_is_of_its_file_unless_it_says_otherwise(tmp_path):
     (tmp_path / "part1.jsonl").write_text('{"prompt": "x", "source": "web"}\n{"prompt": "y"}\n')
     config = made(tmp_path, [2], shuffle=False)
     config.data.prompt_dataset = [str(tmp_path / "part1.jsonl"), str(tmp_path / "part0.jsonl")]
-    assert [PromptOrder(config).prompt(i).source for i in range(4)] == ["web", "part1", "part0", "part0"] and check_prompts(config) == 4
+    assert [PromptOrder(config).prompt(i).source for i in range(4)] == ["web", "part1", "part0", "part0"] and sum(map(len, read_files(config.data))) == 4
 
 
 def test_a_single_file_is_one_pool_in_a_new_order_each_epoch(tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from molt_hpc.config import RunConfig
-from molt_hpc.data.prompts import PromptOrder, check_prompts
+from molt_hpc.data.prompts import PromptOrder, read_files
 
 
 def config(path, **data):
@@ -53,12 +53,12 @@ def test_a_broken_line_is_named_with_file_and_line(tmp_path, line, reason):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "fine"}\n' + line + "\n")
     with pytest.raises(ValueError, match=f"{path}{reason}"):
-        check_prompts(config(path))
+        read_files(config(path).data)
 
 
 def test_a_missing_or_empty_file_is_named(tmp_path):
     with pytest.raises(ValueError, match="there is no file"):
-        check_prompts(config(tmp_path / "none.jsonl"))
+        read_files(config(tmp_path / "none.jsonl").data)
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="has no rows"):
-        check_prompts(config(tmp_path / "empty.jsonl"))
+        read_files(config(tmp_path / "empty.jsonl").data)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molt_hpc.observe.report import HEIGHT, WIDTH, draw, plot, summary, terminal_curve, text
+from molt_hpc.observe.report import HEIGHT, WIDTH, draw, plot, text
 
 
 def write_run(folder, rewards, **more):
@@ -13,23 +13,22 @@ def write_run(folder, rewards, **more):
     return folder
 
 
-def test_summary_compares_the_first_and_last_five_steps(tmp_path):
-    found = summary(write_run(tmp_path, [0.1] * 5 + [0.9] + [0.7] * 5, pass_rate=0.5))
-    assert found["first"] == pytest.approx(0.1) and found["last"] == pytest.approx(0.7) and found["gain"] == pytest.approx(0.6)
-    assert found["best"] == pytest.approx(0.74) and found["steps"] == 11 and found["seconds"] == 20.0
-    assert found["pass_rate_first"] == found["pass_rate_last"] == 0.5
+def test_the_first_and_last_five_steps_are_compared(tmp_path):
+    shown = text(write_run(tmp_path, [0.1] * 5 + [0.9] + [0.7] * 5, pass_rate=0.5))
+    assert "reward_mean  first 5 steps: 0.100   last 5 steps: 0.700   gain: +0.600" in shown
+    assert "pass_rate    first 5 steps: 0.500   last 5 steps: 0.500   gain: +0.000" in shown and shown.endswith("11 steps in 20 s")
 
 
 def test_a_short_run_is_compared_over_what_it_has(tmp_path):
-    found = summary(write_run(tmp_path, [0.2, 0.4]))
-    assert found["window"] == 2 and found["gain"] == 0.0 and "pass_rate_first" not in found
+    shown = text(write_run(tmp_path, [0.2, 0.4]))
+    assert "last 2 steps: 0.300   gain: +0.000" in shown and "pass_rate" not in shown
 
 
 def test_the_last_attempt_of_a_step_counts(tmp_path):
     run = write_run(tmp_path, [0.2, 0.4])
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": 2, "attempt": 2, "reward_mean": 0.8, "time": 200.0}) + "\n")
-    assert summary(run)["last"] == pytest.approx(0.5)
+    assert "last 2 steps: 0.500" in text(run)
 
 
 def test_the_picture_is_a_png_in_the_run_folder(tmp_path):
@@ -45,10 +44,10 @@ def test_the_text_shows_curve_and_numbers(tmp_path):
 
 def test_a_run_without_steps_is_named(tmp_path):
     with pytest.raises(ValueError, match="metrics.jsonl"):
-        summary(tmp_path)
+        text(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="no step with a reward"):
-        terminal_curve(tmp_path)
+        text(tmp_path)
 
 
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=400))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from molt_hpc.slurm.roles import meeting_point, node_rank, role_command, torchrun_line
-from molt_hpc.slurm.steps import LocalLauncher, SrunLauncher, describe_code, log_name, parse_srun_errors, role_environment
+from molt_hpc.slurm.steps import command_line, describe_code, log_name, parse_srun_errors, role_environment
 from molt_hpc.slurm.topology import Step
 
 RUN, LOGS = Path("/shared/run"), Path("/shared/run/logs/attempt_1")
@@ -19,7 +19,7 @@ ADDRESS = "tcp://10.0.0.1:5555"
 
 
 def test_srun_line_of_a_component():
-    line = SrunLauncher().line(ACTOR, role_command(ACTOR, RUN, 1, ADDRESS), LOGS)
+    line = command_line("srun", ACTOR, role_command(ACTOR, RUN, 1, ADDRESS), LOGS)
     python = sys.executable
     assert " ".join(line) == (
         "srun --het-group=0 --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=16 --nodelist=n1,n2 --job-name=actor --overlap "
@@ -29,7 +29,7 @@ def test_srun_line_of_a_component():
 
 
 def test_srun_line_of_a_later_rollout_component_starts_at_its_rank():
-    line = SrunLauncher().line(ROLLOUT, role_command(ROLLOUT, RUN, 1, ADDRESS), LOGS)
+    line = command_line("srun", ROLLOUT, role_command(ROLLOUT, RUN, 1, ADDRESS), LOGS)
     assert line[1:3] == ["--het-group=3", "--nodes=1"]
     assert "--output=/shared/run/logs/attempt_1/rollout_from2_n%t.log" in line
     assert line[-2:] == ["--first-rank", "2"]
@@ -37,12 +37,12 @@ def test_srun_line_of_a_later_rollout_component_starts_at_its_rank():
 
 def test_srun_line_in_a_plain_allocation_names_no_group():
     step = Step("actor", ("n1",), 0, None, 16, 4, 4)
-    line = SrunLauncher().line(step, ["true"], LOGS)
+    line = command_line("srun", step, ["true"], LOGS)
     assert not any(word.startswith("--het-group") for word in line)
 
 
 def test_local_line_is_the_guarded_command():
-    line = LocalLauncher().line(ROLLOUT, ["cmd", "--x"], LOGS)
+    line = command_line("local", ROLLOUT, ["cmd", "--x"], LOGS)
     assert line[:5] == [sys.executable, "-m", "molt_hpc.guard", "--grace", "6"]
     assert line[5:] == ["--control-stdin", "--owner", str(os.getpid()), "--", "cmd", "--x"]
 

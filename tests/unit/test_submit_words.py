@@ -12,14 +12,14 @@ from molt_hpc.config import RunConfig, load
 
 pytest.importorskip("submitit")
 sys.path.insert(0, str(Path(__file__).parents[2] / "launchers"))
-from submit_rl import SlurmOptions, SubmitConfig, outside_of_jobs, rollout_component, split_words  # noqa: E402
+from submit_rl import SlurmOptions, SubmitConfig, outside_of_jobs, rollout_component  # noqa: E402
 
 
-def test_slurm_options_are_told_from_the_runs_own():
-    ours, others = split_words(["--slurm.time", "5", "--train.max_steps", "3", "--slurm.het=false", "--data.shuffle"])
-    assert ours == ["--slurm.time", "5", "--slurm.het=false"]
-    assert others == ["--train.max_steps", "3", "--data.shuffle"]
-    assert load(SubmitConfig, None, ours, check=False).slurm == SlurmOptions(time=5, het=False)
+def test_slurm_options_stand_beside_the_runs_own_and_the_job_is_not_told_of_them():
+    words = ["--slurm.time", "5", "--train.max_steps", "3", "--slurm.het=false", "--data.shuffle"]
+    config = load(SubmitConfig, None, words, check=False)
+    assert config.slurm == SlurmOptions(time=5, het=False)
+    assert config.run() == load(RunConfig, None, ["--train.max_steps", "3", "--data.shuffle"], check=False)
 
 
 def test_an_unknown_slurm_option_names_the_nearest():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from molt_hpc.config import RunConfig
-from molt_hpc.slurm.topology import Machine, expand_nodes, plan, smallest_count, world_sizes
+from molt_hpc.slurm.topology import Machine, expand_nodes, plan, smallest_count
 
 LAPTOP = Machine("laptop", 8)
 PLAIN = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_CPUS_PER_NODE": "8(x2),4"}
@@ -97,13 +97,6 @@ def test_threads_never_exceed_cores_and_never_vanish(procs, cores):
     for step in plan(config(procs=procs), {}, Machine("m", cores)).steps:
         assert step.omp_threads >= 1
         assert step.omp_threads == 1 or step.omp_threads * step.processes <= cores
-
-
-def test_world_sizes():
-    wide = config(training=2, rollout=2, procs=4, engines=4)
-    wide.vllm.tensor_parallel_size = 2
-    sizes = world_sizes(wide)
-    assert (sizes.training, sizes.engines, sizes.engine_ranks, sizes.weights) == (8, 4, 8, 9)
 
 
 @pytest.mark.parametrize("text, names", [

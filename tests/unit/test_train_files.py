@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from molt_hpc.config import RunConfig, SftConfig
-from molt_hpc.train.checkpoint import checkpoint_folder, checkpoints, latest, nearest, prune
-from molt_hpc.train.replay import Comparison, find_start, read_metrics, read_total_steps
+from molt_hpc.config import SftConfig
+from molt_hpc.train.checkpoint import checkpoint_folder, checkpoints, nearest, prune
+from molt_hpc.train.replay import compare, find_start, read_records
 from molt_hpc.train.sft import step_rows
 
 
@@ -28,13 +28,13 @@ def make_shards(run: Path, *steps: int) -> None:
 
 
 def test_only_finished_checkpoints_count(tmp_path: Path):
-    assert latest(tmp_path) is None
+    assert nearest(tmp_path) is None
     make_checkpoint(tmp_path, 2)
     make_checkpoint(tmp_path, 10)
     make_checkpoint(tmp_path, 20, done=False)
     (tmp_path / "checkpoints" / ".step_000030.tmp").mkdir()
     assert [step for step, _ in checkpoints(tmp_path)] == [2, 10]
-    assert latest(tmp_path) == checkpoint_folder(tmp_path, 10)
+    assert nearest(tmp_path) == checkpoint_folder(tmp_path, 10)
     assert nearest(tmp_path, 9) == checkpoint_folder(tmp_path, 2)
     assert nearest(tmp_path, 1) is None
 
@@ -65,21 +65,22 @@ def test_a_replay_without_checkpoints_needs_every_batch(tmp_path: Path):
 
 
 def test_the_last_record_of_a_step_counts(tmp_path: Path):
-    rows = [{"step": 1, "loss": 1.0, "grad_norm": 2.0, "total_steps": 9}, {"event": "resumed"}, {"step": 1, "loss": 3.0, "grad_norm": 4.0}]
+    rows = [{"step": 1, "loss": 1.0, "grad_norm": 2.0}, {"event": "resumed"}, {"step": 1, "loss": 3.0, "grad_norm": 4.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read_metrics(tmp_path) == {1: {"loss": 3.0, "grad_norm": 4.0}}
-    assert read_total_steps(tmp_path, RunConfig()) == 9
+    assert read_records(tmp_path) == {1: {"step": 1, "loss": 3.0, "grad_norm": 4.0}}
 
 
 def test_a_run_without_metrics_is_compared_with_nothing(tmp_path: Path):
-    assert read_metrics(tmp_path) == {} and read_total_steps(tmp_path, RunConfig()) is None
-    assert "not in metrics.jsonl" in Comparison(1, {"loss": 1.0, "grad_norm": 1.0}, None).line()
+    assert read_records(tmp_path) == {}
+    equal, line = compare(1, {"loss": 1.0, "grad_norm": 1.0}, None)
+    assert not equal and "not in metrics.jsonl" in line
 
 
 @pytest.mark.parametrize(("recorded", "word"), [
     ({"loss": 1e-9, "grad_norm": 2.00001}, "equal"), ({"loss": 1e-9, "grad_norm": 2.001}, "DIFFERENT")])
 def test_a_difference_is_judged_by_the_bound(recorded, word):
-    assert word in Comparison(7, {"loss": 0.0, "grad_norm": 2.0}, recorded).line()
+    equal, line = compare(7, {"loss": 0.0, "grad_norm": 2.0}, recorded)
+    assert word in line and equal == (word == "equal")
 
 
 def steps(count: int, **train) -> list[list[int]]:

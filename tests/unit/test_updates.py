@@ -132,6 +132,20 @@ def test_a_transfer_that_hangs_drops_those_that_do_not_come_free():
     assert update.dropped[0].engine == "e1" and "no answer within 10 s" in update.dropped[0].reason
 
 
+def test_an_engine_whose_transfer_times_out_as_the_broker_gives_it_up_is_not_to_blame_for_the_one_that_hangs():
+    update = to_transfer()
+    update.expire(TIMEOUT + 1.0, 0.0)
+    assert update.phase == Phase.ABORTING
+    update.failed("e0", "timed out", 5, 2, TIMEOUT + 1.0)  # sent before it was told to stop
+    assert update.members == set(ENGINES)
+    update.send_failed(5, 2, "aborted", TIMEOUT + 1.1)
+    for engine in ("e0", "e2"):
+        update.answer("aborted", engine, 5, 2, TIMEOUT + 1.2)
+    update.lost("e1", "did not come free", TIMEOUT + 4.0)
+    assert [d.engine for d in update.dropped] == ["e1"]
+    finish(update, 3)
+
+
 def test_an_engine_that_hangs_after_everything_was_sent_is_dropped_without_a_repeat():
     update = to_transfer()
     for engine in ("e0", "e1"):

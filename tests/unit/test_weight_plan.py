@@ -141,8 +141,9 @@ def test_staging_takes_the_first_buckets_only_and_a_new_one_starts_from_the_fron
 
 
 def test_a_receiver_that_leaves_fails_the_transfer_after_all_gathers_and_the_next_epoch_works():
-    source = Source({f"t{i}": torch.full((4096,), float(i)) for i in range(40)})
-    sender = GlooSender(source, WeightsConfig(backend="gloo", timeout=5, bucket_bytes=16384), 0, "127.0.0.1")
+    # more than the buffers of a socket take: the sender must notice
+    source = Source({f"t{i}": torch.full((1 << 18,), float(i)) for i in range(40)})
+    sender = GlooSender(source, WeightsConfig(backend="gloo", timeout=10, bucket_bytes=1 << 20), 0, "127.0.0.1")
     with pytest.raises(RuntimeError, match="the transfer failed"):
         transfer(sender, receivers=1, stop_after=3)
     assert source.taken == 40

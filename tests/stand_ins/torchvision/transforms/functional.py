@@ -1,0 +1,3 @@
+from torchvision.transforms.v2.functional import pil_to_tensor
+
+__all__ = ["pil_to_tensor"]
