@@ -145,7 +145,8 @@ class Conductor:
         self._act(now)
 
     def expire(self, now: float) -> None:
-        """Look at the deadlines."""
+        """Take up the engines that are ready by now, then look at the deadlines."""
+        self._act(now)
         if self.update is not None and not self.update.ended:
             waiting = self.update.phase == Phase.WAITING
             self.update.expire(now, self._fleet.engine_patience(self._start_timeout) if waiting else 0.0)

@@ -94,3 +94,22 @@ def test_a_dropped_engine_is_told_once_and_its_own_report_adds_nothing():
     assert "w0_e0" not in stage.fleet.ready_engines()
     stage.conductor.engine_ready(peer, {"engine": "w0_e0", "world_size": 1}, 1002.0)
     assert stage.fleet.stale_engines(0) >= {"w0_e0"}
+
+
+def test_a_restarted_worker_takes_the_update_up_however_long_its_servers_took_to_start():
+    stage = Stage()
+    stage.conductor.begin(b"actor", 1, 0, True, 0.0)
+    for name in ("w0", "w1"):
+        peer = stage.fleet.named(name)
+        engines = {engine: state.lost_at() for engine, state in peer.engines.items()}
+        stage.fleet.remove(peer)
+        stage.conductor.engines_lost(engines, f"{name} is gone", 1.0)
+    back = Peer(b"w2", "rollout", "w0", "host", 2.0)
+    stage.fleet.add(back)
+    late = 1.0 + RunConfig().weights.timeout + RunConfig().vllm.start_timeout - 5
+    stage.conductor.expire(late)
+    assert not stage.failed
+    back.ready = True
+    stage.fleet.engine_ready(back, "w0_e0", 1)
+    stage.conductor.expire(late + 1)
+    assert not stage.failed and stage.told[-1] == ("pause", "w0_e0")
