@@ -34,6 +34,16 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory):
     return get
 
 
+@pytest.fixture(scope="module")
+def process_group():
+    """torch.distributed for this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def tiny_qwen3(tiny_models) -> Path:
     return tiny_models("qwen3")

@@ -94,14 +94,7 @@ def with_peft(actor, folder):
     return model
 
 
-@pytest.fixture
-def one_rank():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def test_adapters_travel_alone_and_the_engine_scores_as_peft_does_with_its_folder_untouched(tmp_path, tiny_qwen3, one_rank):
+def test_adapters_travel_alone_and_the_engine_scores_as_peft_does_with_its_folder_untouched(tmp_path, tiny_qwen3, process_group):
     config = small_config(tmp_path, tiny_qwen3)
     config.actor.backend, config.actor.adam.lr, config.weights.bucket_bytes = "transformers", 5e-2, 20_000
     # a part of a fused layer, one of a layer's two parts, and whole layers; others keep what the engine has read

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -28,15 +27,9 @@ from molt_hpc.train.sft import run_rank
 from tests.batches import random_batch
 from tests.tiny import make_tokenizer
 
+pytestmark = pytest.mark.usefixtures("process_group")
 DEMO = Path(__file__).parents[2] / "launchers" / "demo"
 GROUPS, SAMPLES, STEPS, WARM_STEPS, WARM_ROWS = 24, 8, 16, 600, 6000
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

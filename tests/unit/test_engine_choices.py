@@ -10,7 +10,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from molt_hpc import wire
@@ -35,14 +34,8 @@ from tests.chat_templates import make_tokenizer
 from tests.process_run import small_config
 from tests.scripted_model import ScriptedEngine, chat_config, lease_of
 
+pytestmark = pytest.mark.usefixtures("process_group")
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

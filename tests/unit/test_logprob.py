@@ -5,22 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from molt_hpc.config import FsdpConfig
 from molt_hpc.train.logprob import ScoringHead, TokenScores, pack_segments
 from molt_hpc.train.model import build_model
 
+pytestmark = pytest.mark.usefixtures("process_group")
 CPU = torch.device("cpu")
 LENGTHS, TEMPERATURES = (7, 19, 2, 30, 12), (1.0, 0.7, 1.0, 1.3, 0.5)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

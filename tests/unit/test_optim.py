@@ -6,19 +6,12 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from molt_hpc.config import AdamConfig, MuonConfig, OptimConfig
 from molt_hpc.train.optim import BadStep, TrainingError, build_optimizer, guarded_step, learning_rate
 
+pytestmark = pytest.mark.usefixtures("process_group")
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def rates(name: str, total: int, warmup: float = 0.0, minimum: float = 0.0) -> list[float]:

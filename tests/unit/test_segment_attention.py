@@ -7,7 +7,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,13 +57,6 @@ def test_attention_that_is_not_plain_is_refused():
         segment_attention(torch.nn.Identity(), one, one, one, None, segment_layout=build_layout([4], CPU), softcap=30.0)
     with pytest.raises(ValueError, match="got no segment layout"):
         segment_attention(torch.nn.Identity(), one, one, one, None)
-
-
-@pytest.fixture
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

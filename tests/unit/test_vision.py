@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForImageTextToText
 
 from molt_hpc.config import FsdpConfig
@@ -17,14 +16,8 @@ from molt_hpc.train.model import build_model
 from tests.batches import random_batch
 from tests.tiny import make_tiny_vision
 
+pytestmark = pytest.mark.usefixtures("process_group")
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def alone(reference, reader, batch, segment):
