@@ -1,7 +1,8 @@
 """Tokens/s through agent processes and the chat server, beside vLLM's own benchmark client on the same server and prompts.
 
-Ours: the OpenAI SDK in an agent process -> chat server (token tree) -> /inference/v1/generate. The other: vllm.benchmarks' streaming
-request function -> vLLM's /v1/chat/completions, its replies sent back as history in the same way. Both take turns on one server.
+Ours: the OpenAI SDK, or aiohttp as in vLLM's client, in an agent process -> chat server (token tree) -> /inference/v1/generate. The other:
+vllm.benchmarks' streaming request function -> vLLM's /v1/chat/completions, its replies sent back as history in the same way. All take
+turns on one server.
 """
 
 import asyncio
@@ -26,21 +27,34 @@ from molt_hpc.rollout.reply_parsing import ReplyParser
 
 NEXT = "And what else is there to say about it?"
 AGENT = f'''
-import asyncio
+import aiohttp
 from openai import AsyncOpenAI
 from molt_hpc.agents import ChatAgent, Result
 
 class Talk(ChatAgent):
-    client = None
+    sdk = http = None
 
     async def run(self, ctx):
-        Talk.client = Talk.client or AsyncOpenAI(base_url="http://unused", api_key="unused", timeout=None, max_retries=0)
-        client, messages, tokens = Talk.client.with_options(base_url=ctx.base_url, api_key=ctx.api_key), list(ctx.messages), 0
-        for _ in range(ctx.label):
-            answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=ctx.sampling_params.max_tokens)
-            tokens += answer.usage.completion_tokens
-            messages += [{{"role": "assistant", "content": answer.choices[0].message.content}}, {{"role": "user", "content": {NEXT!r}}}]
+        turns, client = ctx.label
+        messages, tokens = list(ctx.messages), 0
+        for _ in range(turns):
+            fields = {{"model": "policy", "messages": messages, "max_tokens": ctx.sampling_params.max_tokens}}
+            text, count = await (self.by_sdk if client == "openai" else self.by_http)(ctx, fields)
+            tokens += count
+            messages += [{{"role": "assistant", "content": text}}, {{"role": "user", "content": {NEXT!r}}}]
         return Result(info={{"tokens": tokens}})
+
+    async def by_sdk(self, ctx, fields):
+        Talk.sdk = Talk.sdk or AsyncOpenAI(base_url="http://unused", api_key="unused", timeout=None, max_retries=0)
+        answer = await Talk.sdk.with_options(base_url=ctx.base_url, api_key=ctx.api_key).chat.completions.create(**fields)
+        return answer.choices[0].message.content, answer.usage.completion_tokens
+
+    async def by_http(self, ctx, fields):
+        Talk.http = Talk.http or aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        headers = {{"Authorization": f"Bearer {{ctx.api_key}}"}}
+        async with Talk.http.post(f"{{ctx.base_url}}/chat/completions", json=fields, headers=headers, raise_for_status=True) as reply:
+            answer = await reply.json()
+        return answer["choices"][0]["message"]["content"], answer["usage"]["completion_tokens"]
 '''
 
 
@@ -48,10 +62,11 @@ def _messages(number: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"Tell me about the number {number}."}]
 
 
-async def _ours(parts: tuple[Any, ...], agents: AgentPool, server: ChatServer, sessions: range, concurrency: int, turns: int) -> float:
+async def _ours(parts: tuple[Any, ...], agents: AgentPool, server: ChatServer, client: str, sessions: range, concurrency: int,
+                turns: int) -> float:
     async def one(number: int) -> float:
-        prompt = Prompt(number, str(number), _messages(number), label=turns)
-        lease = Lease(f"{number}.{turns}", number, 0, 1, prompt, 1000 * number, 0, 3600.0)
+        prompt = Prompt(number, str(number), _messages(number), label=[turns, client])
+        lease = Lease(f"{number}.{turns}.{client}", number, 0, 1, prompt, 1000 * number, 0, 3600.0)
         rollout = await ChatEpisode(lease, *parts, agents.pick(), server=server).run()
         return rollout.info["tokens"]
 
@@ -98,7 +113,9 @@ async def _measure(config: RunConfig, folder: Path, concurrencies: list[int], tu
     try:
         await asyncio.gather(agents.wait_ready(), engine.wait_healthy(), server.start())
         await engine.post("/update_weight_version", {"new_version": "0"})
-        talks = {"ours": partial(_ours, (config, dialect, engine), agents, server), "vllm": partial(_vllms, engine, config.rollout.max_new_tokens)}
+        ours = partial(_ours, (config, dialect, engine), agents, server)
+        talks = {"openai": partial(ours, "openai"), "aiohttp": partial(ours, "aiohttp"),
+                 "vllm": partial(_vllms, engine, config.rollout.max_new_tokens)}
         await asyncio.gather(*(talk(range(4), 4, 1) for talk in talks.values()))  # warm both paths
         for concurrency in concurrencies:
             for count in turns:
@@ -109,8 +126,9 @@ async def _measure(config: RunConfig, folder: Path, concurrencies: list[int], tu
                         started = time.perf_counter()
                         tokens = await talks[name](sessions, concurrency, count)
                         speeds[name].append(tokens / (time.perf_counter() - started))
-                ours, vllm = statistics.median(speeds["ours"]), statistics.median(speeds["vllm"])
-                rows.append({"concurrency": concurrency, "turns": count, "tokens_s": ours, "vllm_client_tokens_s": vllm, "ratio": ours / vllm})
+                openai, http, vllm = (statistics.median(speeds[name]) for name in ("openai", "aiohttp", "vllm"))
+                rows.append({"concurrency": concurrency, "turns": count, "tokens_s": openai, "aiohttp_tokens_s": http,
+                             "vllm_client_tokens_s": vllm, "ratio": openai / vllm, "aiohttp_ratio": http / vllm})
     finally:
         await asyncio.gather(engine.close(), agents.close(), server.close())
     return rows
