@@ -166,7 +166,7 @@ def child(options: dict[str, Any]) -> None:
     if "head" in options["part"]:
         print(json.dumps(run_head(options)))
         return
-    from molt_hpc.train.launch import in_process_group
+    from molt_hpc.train.launch import in_process_group, leave
 
     def work(store: dist.Store) -> None:
         found = run_step(options)
@@ -176,6 +176,7 @@ def child(options: dict[str, Any]) -> None:
             print(json.dumps(found | {"peak_mib": peak.item()}))
 
     in_process_group(work)
+    leave(0)
 
 
 def start(options: dict[str, Any], ranks: int = 1) -> dict[str, float]:

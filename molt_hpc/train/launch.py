@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from molt_hpc.config import RunConfig
 from molt_hpc.guard import guarded
 from molt_hpc.train.apart import ENDED, roles, serve
 from molt_hpc.train.collectives import COLLECTIVE_TIMEOUT
+
 
 def run_ranks(module: str, arguments: list[str], processes: int) -> int:
     """Run `python -m MODULE ARGUMENTS` as torchrun ranks on this machine, ended with this process; returns the exit code."""
@@ -46,3 +48,14 @@ def in_process_group(work: Callable[[dist.Store], None], config: RunConfig | Non
     else:
         serve(role, config, store)
     dist.destroy_process_group()
+
+
+def leave(code: int) -> NoReturn:
+    """End the process of a rank at once, its output written.
+
+    Threads of gloo, or one that was left behind in a collective, may drop a tensor that Python knows while Python takes itself
+    down: that aborts the process (SIGABRT, "terminate called without an active exception"), and torchrun calls the run a failure.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

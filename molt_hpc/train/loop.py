@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -31,7 +30,7 @@ from molt_hpc.train.collectives import announce
 from molt_hpc.train.drift import DriftError, DriftProbe, probe_tokens
 from molt_hpc.train.export import export_hf
 from molt_hpc.train.gather import published
-from molt_hpc.train.launch import in_process_group
+from molt_hpc.train.launch import in_process_group, leave
 from molt_hpc.train.optim import TrainingError
 from molt_hpc.train.publish import Publisher
 from molt_hpc.weights.publish import make_sender
@@ -206,14 +205,9 @@ def main(argv: list[str] | None = None) -> int:
     except (RunStopped, Refused, TimeoutError, TrainingError, DriftError) as error:
         log.error("the actor ends: %s: %s", type(error).__name__, error)
         # ranks that sit in a collective cannot be told: torchrun ends them when this one is gone
-        sys.stdout.flush()
-        os._exit(1)
+        leave(1)
     return 0
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # a thread that was left behind in a collective would abort the process while Python takes itself down
-    os._exit(code)
+    leave(main())

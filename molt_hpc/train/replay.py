@@ -19,7 +19,7 @@ from molt_hpc.config import RunConfig, load
 from molt_hpc.data.shards import shard_path
 from molt_hpc.train.actor import Actor
 from molt_hpc.train.checkpoint import load_checkpoint, nearest
-from molt_hpc.train.launch import in_process_group, run_ranks
+from molt_hpc.train.launch import in_process_group, leave, run_ranks
 from molt_hpc.train.optim import TrainingError
 
 BOUND = 1e-5
@@ -120,4 +120,4 @@ def _rank(run: Path, step: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_rank(Path(sys.argv[1]), int(sys.argv[2])))
+    leave(_rank(Path(sys.argv[1]), int(sys.argv[2])))

@@ -23,7 +23,7 @@ from molt_hpc.data.prompts import json_rows
 from molt_hpc.data.shards import Batch
 from molt_hpc.data.templates import render_with_mask
 from molt_hpc.train.export import write_model
-from molt_hpc.train.launch import in_process_group, run_ranks
+from molt_hpc.train.launch import in_process_group, leave, run_ranks
 from molt_hpc.train.micro import MicroBatch, TokenTable, accumulate
 from molt_hpc.train.model import TrainModel, build_model
 from molt_hpc.train.optim import TrainingError, build_optimizer, guarded_step, learning_rate
@@ -175,4 +175,4 @@ def _rank(path: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_rank(Path(sys.argv[1])))
+    leave(_rank(Path(sys.argv[1])))

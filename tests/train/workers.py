@@ -20,7 +20,7 @@ from molt_hpc.data.shards import Batch, read_shard
 from molt_hpc.train.actor import Actor
 from molt_hpc.train.checkpoint import load_checkpoint, nearest, save_checkpoint
 from molt_hpc.train.export import export_hf
-from molt_hpc.train.launch import in_process_group
+from molt_hpc.train.launch import in_process_group, leave
 from molt_hpc.train.logprob import pack_segments
 from molt_hpc.train.metrics import TokenSums
 from molt_hpc.train.micro import TokenTable, share_plan, whole_sequences
@@ -254,3 +254,4 @@ if __name__ == "__main__":
         in_process_group(lambda store: train(*words, store=store), load(RunConfig, words[0], check=False))
     else:
         in_process_group(lambda store: chosen(*words))
+    leave(0)
