@@ -5,8 +5,6 @@ logits, log_softmax, PPO loss, AdamW. `bare` pads every row to the batch's longe
 length together and pads to the longest of a micro-batch. Every measurement runs in processes of its own, so that each peak is its own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -6,8 +6,6 @@ Runs under any Python that has trl, without code of this project: TRL is handed 
 sampling its own. Every other setting is TRL's, but for recomputation (off, as in the product's measurement) and the KL (none).
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import sys

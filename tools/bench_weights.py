@@ -5,8 +5,6 @@ rank 0 with the whole model in memory (so the gather is free and the figures are
 alone are the CPU seconds of the thread that loads and repacks in the engine: no transfer can make an update shorter than that.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import statistics
@@ -126,7 +124,7 @@ def settings(folder: Path, model: Path, engines: int, backend: str, bucket_bytes
     config = base_config(folder, 1000)
     config.actor.model_name_or_path, config.data.max_len, config.data.apply_chat_template = str(model), 512, False
     config.rollout.batch_size, config.rollout.n_samples_per_prompt, config.rollout.max_new_tokens = 1, 2, 1  # the engines idle
-    config.vllm.enforce_eager, config.vllm.kv_cache_memory_bytes, config.vllm.num_engines = True, 192 << 20, engines
+    config.vllm.enforce_eager, config.vllm.kv_cache_memory_bytes, config.vllm.num_engines = True, 512 << 20, engines
     config.launch.roll_call_timeout = config.vllm.start_timeout = 180.0
     config.weights.backend, config.weights.bucket_bytes = backend, bucket_bytes or config.weights.bucket_bytes
     config.launch.socket_dir = str(folder / "s")
@@ -150,6 +148,8 @@ def measure(model: Path | None = None, mib: int = 64, updates: int = 5, engines:
                 sender = make_sender(config.weights, source, 0, "127.0.0.1", run / "weights")
                 publisher = Publisher(client, sender, config, torch.device("cpu"))
                 while sum(len(w["engines"]) for w in client.request("status")["workers"].values()) < engines:
+                    if worker.poll() is not None:
+                        raise SystemExit("bench weights: the rollout role ended:\n" + (run / "logs/attempt_1/rollout.log").read_text()[-2000:])
                     time.sleep(0.5)  # the broker ends the run, and so this wait, if they do not come
                 processes = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in descendants(worker.pid)}
                 trainer, receivers = Memory([os.getpid()]), Memory([pid for pid, title in processes.items() if "Worker" in title])

@@ -1,7 +1,5 @@
 """Grade a mathematical answer: the last boxed expression against the label, by normal form first, then by algebra with a deadline."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -5,8 +5,6 @@ Habits are Gymnasium's: seed and options come with reset, `terminated` (the task
 cut it short) are two things, and `close` is always called.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import urllib.error

@@ -8,8 +8,6 @@ Only the standard library is used. The network is shut off by a seccomp filter, 
 children; a kernel that has none is an error, not a process without walls.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import platform

@@ -1,7 +1,5 @@
 """Find the agent class in a user's file."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A Python interpreter as a tool for agents: a fresh, confined process for each call (confine.py)."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -4,8 +4,6 @@ A host process imports the function's file once and forks for every call, so tha
 file imports sympy, and nothing that one answer does to the interpreter reaches the next.
 """
 
-from __future__ import annotations
-
 import atexit
 import importlib
 import importlib.util

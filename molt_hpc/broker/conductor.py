@@ -6,8 +6,6 @@ again. The trainer always has exactly one request open when it is free; it is an
 sent, the first or once more) or with `done` and how it went.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

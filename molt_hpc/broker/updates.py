@@ -14,8 +14,6 @@ comes twice, or comes from an engine that is no member changes nothing. No engin
 checksums of all members equal the trainer's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum

@@ -4,8 +4,6 @@ In a message an image is the part {"type": "image", "image": WHERE}, and WHERE i
 put the image into the run's folder; from then on it is the hash. Engine and trainer read the same file with the same processor.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import functools

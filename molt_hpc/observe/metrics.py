@@ -57,7 +57,8 @@ def step_line(record: dict[str, Any]) -> str:
             f"loss {show('loss', '+.4f')} | grad {show('grad_norm', '.3f')} | clip {show('clip_fraction', '.3f')} | "
             f"gap {show('logprob_gap_mean', '.1e')} | stale {show('staleness_mean', '.1f')}/{show('staleness_max', '.0f')} | "
             f"groups {', '.join(ended)} | {show('sampled_tokens_per_second', '.0f')} tok/s | wait {show('seconds_wait', '.1f')}s "
-            f"train {show('seconds_train', '.1f')}s sync {show('seconds_sync', '.1f')}s" + "".join(f" | lost {e}" for e in record.get("engines_lost", ())))
+            f"train {show('seconds_train', '.1f')}s sync {show('seconds_sync', '.1f')}s"
+            + "".join(f" | lost {e}" for e in record.get("engines_lost", ())))
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

@@ -4,8 +4,6 @@ It is handed one end of a socket pair and does what the worker says: reset, step
 chat agent. It can be killed at any time; nothing of value lives here.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import inspect

@@ -3,8 +3,6 @@
 `thinking` is honoured through the chat template's enable_thinking; its budget is bounded by max_tokens alone.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

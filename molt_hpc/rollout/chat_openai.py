@@ -3,8 +3,6 @@
 Every field is honoured, is a label without meaning for sampling, or is refused by name.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -7,8 +7,6 @@
 A reply is recorded when the engine has sampled all of it; a client that goes away before that leaves no trace.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

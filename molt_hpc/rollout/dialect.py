@@ -6,8 +6,6 @@ a template does to replies that are already there (some drop their thinking) dep
 only; it is found out once for each shape and remembered.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from typing import Any

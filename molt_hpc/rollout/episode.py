@@ -4,8 +4,6 @@ Nothing is re-tokenised: the prompt is tokenised once, each turn's sampled ids a
 what the environment says in between is tokenised anew. chat_episode.py has the other kind, where the agent owns the loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

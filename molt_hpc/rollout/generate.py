@@ -4,8 +4,6 @@ Every sampling field is sent on every request. A field that is left out would be
 generation_config.json, and a hidden top-k would make the log-probs those of another distribution.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

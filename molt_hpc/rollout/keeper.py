@@ -5,8 +5,6 @@ lost or given up, `engine_ready` when it is up again, without weights. A server 
 proved and the next `pause`; the worker gives it no lease at any other time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """Tool calls and thinking in a sampled reply, found by vLLM's own parsers, as its chat route would."""
 
-from __future__ import annotations
-
 import json
 import logging
 from typing import Any

@@ -5,8 +5,6 @@ The trainer recomputes log-probs at the recorded temperature, over the tokens th
 what moves probability between tokens (penalties, biases) is refused there, and passed on for replies that are not.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

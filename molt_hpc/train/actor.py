@@ -5,8 +5,6 @@ issue the same collectives in the same order. A batch passes through: log-probs 
 (where something needs them beforehand), reference and critic, advantages on rank 0, then the optimizer steps.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import runpy

@@ -4,8 +4,6 @@ A rollout is one chain of sampled tokens and has one reward, however many segmen
 stands between them: tool output and context are transparent, and splitting changes nothing. All is float64 numpy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import comb

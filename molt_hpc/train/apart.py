@@ -5,12 +5,11 @@ same code as on the actor's ranks. The first ranks of two roles exchange message
 scores of a batch, training, saving or loading, and goes on; it fetches the answer where it needs it.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -108,7 +107,7 @@ def serve(role: str, config: RunConfig, store: dist.Store) -> None:
     held, device, box, number = Held(role, config), training_device(), dist.PrefixStore(role, store), 0
     while (raw := _next(store, box, number, device)) is not None:
         kind, payload = raw.split(b"\n", 1)
-        outcome = outcome_of(lambda: getattr(held, kind.decode())(payload))
+        outcome = outcome_of(partial(getattr(held, kind.decode()), payload))
         if dist.get_rank() == 0:
             put(box, f"answer{number}", outcome)
         number += 1

@@ -5,8 +5,6 @@ segments of similar length are put side by side as a batch, filled up on the rig
 looks to its right, so the filling needs no mask, and the fast kernels stay available.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

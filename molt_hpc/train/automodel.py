@@ -5,8 +5,6 @@ modules get a stand-in for `torch` that answers with the CPU, so that the same c
 tiny models in tests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import pkgutil

@@ -4,8 +4,6 @@ All ranks call them in the same order. Data travels as uint8 and float64 tensors
 collectives would pickle.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """The other models beside the policy: the critic of gae, and the reference or teacher; on the policy's ranks, or (apart.py) on their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ Both sides read the same tokens with the same weights, so what they disagree abo
 as it should have. It is the one check that sees the whole way: gather, names, transfer, vLLM's fusing and repacking, its kernels.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -5,8 +5,6 @@ checkpoint. AutoModel's and transformers' own modules fuse experts; what they ho
 after the gather, because a rank's shard may hold only its own experts.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Starting training ranks on this machine: torchrun for several, this very process for one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -5,8 +5,6 @@ run the same collectives. While rank 0 waits for a batch it sends `WAIT` now and
 of the others is ever older than its timeout.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -6,8 +6,6 @@ matter, not even if they are not finite: the logarithm of each ratio is clamped 
 segments) is summed by the tokens' sequence numbers.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

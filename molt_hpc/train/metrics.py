@@ -28,8 +28,6 @@ Names and meanings (means over sampled tokens unless said otherwise):
     batch_skipped                      1 for a batch whose loss or gradient was not finite: it has no token metrics
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

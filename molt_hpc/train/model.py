@@ -5,8 +5,6 @@ are reduced in float32 and summed over the ranks, not averaged: the loss is alre
 global number of tokens.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

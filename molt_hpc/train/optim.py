@@ -5,8 +5,6 @@ scheduler state. The step is guarded: a loss or gradient that is not finite chan
 raises on every rank.
 """
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -5,8 +5,6 @@ integers when the next round of them begins. A transfer may be stopped by the br
 is then sent once more, under another epoch, to the engines that are left.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from functools import partial

@@ -1,7 +1,5 @@
 """Functions by name: the estimators and the losses, and those that a file named by algo.plugin_path adds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

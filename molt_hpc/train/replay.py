@@ -4,8 +4,6 @@ Answers whether the learning side did what it said: the run's loss and gradient 
 again. Needs the run folder only: config.toml, trajectories/, metrics.jsonl, and checkpoints/ if there are any.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -5,8 +5,6 @@ has the engine's choices for all its tokens but the last, which nothing is predi
 passes that no engine has seen (the drift probe), choose for themselves.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

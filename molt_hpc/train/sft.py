@@ -4,8 +4,6 @@
 (mean over reply tokens, one denominator for a step) and writes a Hugging Face folder.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -5,8 +5,6 @@ loaded. An engine reads its own model folder: everything once, to prove that it 
 the products and loads the sums like any other weights. The folder is never written to.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Container, Iterator
 from pathlib import Path

@@ -8,8 +8,6 @@ leads to the whole model, and an engine that joins late needs no other.
     {"tensors": {name: [file relative to <folder>, xxh3_64 of its bytes]}}       in the order of the model
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ group with a timeout. A gloo send notices neither that its peer is dead or stopp
 that timeout. So both ends make every blocking call on a side thread (threads.py) and leave it behind when the trainer gives the group up.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable

@@ -5,8 +5,6 @@ engines hold: after a step with a small learning rate few values of 16 bits do. 
 both ends compute on their devices.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Any

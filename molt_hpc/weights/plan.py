@@ -5,8 +5,6 @@ sender, and shipped. Every tensor starts at a multiple of 16 bytes, so that a re
 viewed in any dtype without a copy.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ a bucket travels the next ones are gathered and packed into the free buffers. A 
 gathers: the ranks would lose step with each other.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading

@@ -5,8 +5,6 @@ vLLM loads this through the `vllm.general_plugins` entry point and, for `WeightR
 arrive: on CPU the loaded parameters are repacked, and vLLM's own weight checker then hashes empty tensors.
 """
 
-from __future__ import annotations
-
 import json
 import queue
 import time

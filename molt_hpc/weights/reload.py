@@ -5,8 +5,6 @@ a part never came keeps whatever was there. So each tensor's way through `load_w
 the loaders of the parameters, and every layer's elements are counted before the update may be finished.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass

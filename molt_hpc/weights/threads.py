@@ -1,7 +1,5 @@
 """Blocking work on side threads. Nothing in Python can interrupt a collective, so whoever gives one up leaves its thread behind."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable, Iterator

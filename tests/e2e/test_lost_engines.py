@@ -108,10 +108,10 @@ def test_engines_that_are_killed_or_stopped_come_back_and_the_run_goes_on(observ
         name, known, pid = f"rollout_n0_e{turn % 2}", len(observer.lost()), observer.core(turn % 2)
         observer.wait_for(when)
         os.kill(pid, number)
-        text = observer.until(lambda: observer.lost()[known:], f"{name} to be lost", 6 * TIMEOUT)[0]
+        text = observer.until(lambda known=known: observer.lost()[known:], f"{name} to be lost", 6 * TIMEOUT)[0]
         assert text.startswith(tuple(f"{name} while {phase} version " for phase in doing[when])), (when, number, text)
         steps = observer.steps()
-        observer.until(lambda: observer.steps() >= steps + 2, "two more steps", 6 * TIMEOUT)
+        observer.until(lambda steps=steps: observer.steps() >= steps + 2, "two more steps", 6 * TIMEOUT)
     observer.both_serve()
     os.kill(find_victim(observer.run, "rollout"), signal.SIGKILL)
     observer.until(lambda: len(observer.engines()) < 2, "the role's end")

@@ -17,7 +17,7 @@ def solver(prompt, sampling):
     """Calls the tool once, then answers with what it printed."""
     if "<tool_response>" not in prompt:
         return CALL
-    return "it is \\boxed{%s}" % prompt.rsplit("<tool_response>\n", 1)[1].partition("\n")[0]
+    return "it is \\boxed{" + prompt.rsplit("<tool_response>\n", 1)[1].partition("\n")[0] + "}"
 
 
 def test_boxed_mathematics(play):

@@ -44,7 +44,10 @@ class ScriptedWorker(threading.Thread):
 
     def run(self):
         socket = self.client._socket
-        send = lambda kind, fields, arrays=None: socket.send_multipart(wire.encode(kind, fields, arrays))
+
+        def send(kind, fields, arrays=None):
+            socket.send_multipart(wire.encode(kind, fields, arrays))
+
         send("ready", {"engines": {"e0": 1}})
         send("credits", {"credits": 3})
         version = -1
@@ -62,7 +65,8 @@ class ScriptedWorker(threading.Thread):
                 send("engine_answer", {"answer": answer, "engine": "e0", "version": version, "epoch": fields["epoch"], "checksum": "aa"})
             for lease in fields.get("leases", ()):
                 if self.fault:
-                    send("fault", {k: lease[k] for k in ("group_id", "sample", "attempt")} | {"fault": self.fault, "reason": "scripted", "credits": 1})
+                    send("fault", {k: lease[k] for k in ("group_id", "sample", "attempt")} |
+                         {"fault": self.fault, "reason": "scripted", "credits": 1})
                 else:
                     header, arrays = made_rollout(lease, version).to_wire()
                     send("rollout", header | {"credits": 1}, arrays)

@@ -35,7 +35,8 @@ def test_check_shows_what_run_would_start(good, tmp_path):
     done = molt("check", *good, "--launch.cpus_per_node", "8", "--vllm.tensor_parallel_size", "2")
     assert (done.returncode, done.stderr) == (0, "")
     assert "training ranks: 2 (1 nodes x 2)" in done.stdout
-    assert "engines: 1 x tensor parallel 2 = 2 engine ranks" in done.stdout and "weight group: 3 (training rank 0 and the engine ranks)" in done.stdout
+    assert "engines: 1 x tensor parallel 2 = 2 engine ranks" in done.stdout
+    assert "weight group: 3 (training rank 0 and the engine ranks)" in done.stdout
     assert "2 processes a node, 4 cores, 2 threads each" in done.stdout
     assert done.stdout.count("-m molt_hpc.guard") == 3
     assert "-m molt_hpc.train.loop" in done.stdout
@@ -74,7 +75,8 @@ def test_run_refuses_a_used_folder(good, tmp_path):
     (tmp_path / "run/metrics.jsonl").touch()
     done = molt("run", *good)
     assert done.returncode == 1
-    assert done.stderr == f"molt_hpc: error: output_dir: {tmp_path}/run already has files; choose a new folder, or go on with that run: --ckpt.resume\n"
+    assert done.stderr == (f"molt_hpc: error: output_dir: {tmp_path}/run already has files; "
+                           "choose a new folder, or go on with that run: --ckpt.resume\n")
     assert molt("check", *good).returncode == 0
 
 

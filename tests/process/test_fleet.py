@@ -68,7 +68,7 @@ def test_a_worker_that_joins_late_gets_the_weights_at_once_and_then_leases(start
 
 def test_a_draining_worker_finishes_what_it_has_and_its_place_is_taken_by_others(started, tmp_path):
     broker = started(small_config(tmp_path, prompts=40))
-    leaving, staying, actor = broker.worker(name="rollout_n0"), broker.worker(name="rollout_n1"), broker.actor()
+    leaving, _, actor = broker.worker(name="rollout_n0"), broker.worker(name="rollout_n1"), broker.actor()
     actor.begin()
     step, _ = actor.next_batch()
     actor.trained(step)

@@ -159,7 +159,8 @@ def test_a_row_is_of_its_file_unless_it_says_otherwise(tmp_path):
     (tmp_path / "part1.jsonl").write_text('{"prompt": "x", "source": "web"}\n{"prompt": "y"}\n')
     config = made(tmp_path, [2], shuffle=False)
     config.data.prompt_dataset = [str(tmp_path / "part1.jsonl"), str(tmp_path / "part0.jsonl")]
-    assert [PromptOrder(config).prompt(i).source for i in range(4)] == ["web", "part1", "part0", "part0"] and sum(map(len, read_files(config.data))) == 4
+    assert [PromptOrder(config).prompt(i).source for i in range(4)] == ["web", "part1", "part0", "part0"]
+    assert sum(map(len, read_files(config.data))) == 4
 
 
 def test_a_single_file_is_one_pool_in_a_new_order_each_epoch(tmp_path):

@@ -9,8 +9,6 @@
 The prompt row's `options` may hold `make` (arguments of gymnasium.make); the whole of it goes to the environment's reset.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium

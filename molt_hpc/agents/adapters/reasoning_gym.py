@@ -6,8 +6,6 @@
         pass
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Iterator

@@ -9,8 +9,6 @@ verifiers' own harness talks to the model; its requests go through this rollout'
 verifiers needs openai < 3.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
