@@ -397,8 +397,7 @@ def _check_data(data: DataConfig, num_episodes: int) -> None:
           f"data.hard_threshold: expected less than data.easy_threshold {data.easy_threshold}, got {data.hard_threshold}")
     for name in ("easy_fraction", "hard_fraction"):
         _need(0 <= getattr(data, name) <= 1, f"data.{name}: expected 0..1, got {getattr(data, name)}")
-    _need(data.easy_fraction < 1 or data.hard_fraction < 1,
-          "data.difficulty_sampling has no effect with data.easy_fraction and data.hard_fraction 1")
+    _need(data.easy_fraction < 1 or data.hard_fraction < 1, "data.difficulty_sampling has no effect with data.easy_fraction and data.hard_fraction 1")
 
 
 def _check_weights(weights: WeightsConfig) -> None:

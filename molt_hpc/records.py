@@ -145,8 +145,7 @@ class Rollout:
         header |= {"prompt": self.prompt.to_header(), "temperatures": [s.temperature for s in self.segments],
                    "sampled_tokens": int(sum(s.action_mask().sum() for s in self.segments)),
                    "version_min": int(versions.min()), "version_max": int(versions.max())}
-        arrays = {"segment_lengths": np.array([[len(s.token_ids), len(s.action_spans), len(s.version_spans)]
-                                               for s in self.segments], np.int32)}
+        arrays = {"segment_lengths": np.array([[len(s.token_ids), len(s.action_spans), len(s.version_spans)] for s in self.segments], np.int32)}
         for name in ("token_ids", "logprobs", "action_spans", "version_spans"):
             arrays[name] = np.concatenate([getattr(s, name) for s in self.segments])
         for name, (values, lengths) in join_extras(self.segments).items():

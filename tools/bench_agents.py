@@ -88,8 +88,7 @@ async def _vllms(engine: Engine, max_tokens: int, sessions: range, concurrency: 
         messages, tokens = _messages(number), 0
         for turn in range(turns):
             fields = {"temperature": 1.0, "top_k": 0, "seed": 1000 * number + turn, "skip_special_tokens": False}
-            asked = RequestFuncInput("", "http://engine/v1/chat/completions", 0, max_tokens, "policy", chat_messages=messages,
-                                     extra_body=fields)
+            asked = RequestFuncInput("", "http://engine/v1/chat/completions", 0, max_tokens, "policy", chat_messages=messages, extra_body=fields)
             answer = await async_request_openai_chat_completions(asked, http)
             if not answer.success:
                 raise RuntimeError(f"vLLM's client failed: {answer.error}")

@@ -80,8 +80,7 @@ def make_data(folder: str | Path, seed: int = 0, shots: int = 0) -> tuple[Path, 
     """Write sft.jsonl and prompts.jsonl to the folder; returns both paths. `shots` solved questions stand before that of every prompt."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    return (write_jsonl(folder / "sft.jsonl", sft_rows(SFT_ROWS, seed)),
-            write_jsonl(folder / "prompts.jsonl", prompt_rows(PROMPTS, seed, shots)))
+    return (write_jsonl(folder / "sft.jsonl", sft_rows(SFT_ROWS, seed)), write_jsonl(folder / "prompts.jsonl", prompt_rows(PROMPTS, seed, shots)))
 
 
 if __name__ == "__main__":

@@ -49,8 +49,7 @@ class Peer:
 
     def may_lease(self, version: int) -> bool:
         """Whether this worker is given leases: it asks, one of its engines is current, and it does not keep failing."""
-        return (self.credits > 0 and self.ready and not self.draining and not self.barred
-                and any(e.served == version for e in self.engines.values()))
+        return (self.credits > 0 and self.ready and not self.draining and not self.barred and any(e.served == version for e in self.engines.values()))
 
     def describe(self) -> dict[str, Any]:
         """For `status`."""

@@ -41,8 +41,7 @@ def render_with_mask(tokenizer: Any, messages: list[dict[str, Any]],
     """
     check_messages(messages)
     text = _render(tokenizer, messages, tools)
-    spans = [_reply_span(tokenizer, messages, tools, text, index)
-             for index, message in enumerate(messages) if message["role"] == "assistant"]
+    spans = [_reply_span(tokenizer, messages, tools, text, index) for index, message in enumerate(messages) if message["role"] == "assistant"]
     special = {*tokenizer.all_special_ids, *(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)}
     pieces, at = [], 0  # tokens, and whether they are learned
     for start, end in spans:

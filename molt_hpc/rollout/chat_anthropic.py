@@ -13,8 +13,7 @@ from molt_hpc.rollout.dialect import Message
 from molt_hpc.rollout.sampling import Unsupported
 
 LABELS = {"metadata", "service_tier", "cache_control"}
-ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-          413: "request_too_large"}
+ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 
 
 def parse_messages(body: dict[str, Any], counting: bool = False) -> Request:

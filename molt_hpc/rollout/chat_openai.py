@@ -15,8 +15,7 @@ from molt_hpc.rollout.dialect import Message
 from molt_hpc.rollout.reply_parsing import arguments
 from molt_hpc.rollout.sampling import NEUTRAL, Unsupported
 
-LABELS = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-          "service_tier"}
+LABELS = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "service_tier"}
 """Fields that say nothing about the reply."""
 SAMPLING = {"temperature", "seed", "stop", "stop_token_ids", *NEUTRAL}
 PIECE = 24

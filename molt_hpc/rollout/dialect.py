@@ -68,8 +68,7 @@ class Dialect:
     def render(self, messages: list[Message], tools: list[Any] | None = None, options: Message | None = None, prompt: bool = True) -> str:
         """The conversation as text, with the opening of a reply behind it if `prompt`. Raises TemplateRefused."""
         try:
-            return self.tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=prompt,
-                                                      **(options or {}))
+            return self.tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=prompt, **(options or {}))
         except (TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
             raise TemplateRefused(f"the model's chat template cannot render these messages: {type(error).__name__}: {error}") from None
 

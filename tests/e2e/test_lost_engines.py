@@ -14,11 +14,12 @@ from molt_hpc.broker.client import BrokerClient
 from molt_hpc.guard import descendants
 from molt_hpc.observe.metrics import read_metrics
 from tests.e2e.test_main_job import find_victim, processes_of, start
-from tests.process_run import small_config
+from tests.process_run import ECHO_AGENT, small_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 TIMEOUT = 10.0
+UNHURRIED = "import time\n" + ECHO_AGENT.replace("        return", "        time.sleep(1.0)  # leaves the cores to servers that start\n        return")
 
 
 class Observer:
@@ -85,7 +86,7 @@ class Observer:
 
 @pytest.fixture
 def observer(tmp_path, tiny_models):
-    config = small_config(tmp_path, tiny_models("qwen3", hidden=512, layers=4), prompts=4000)
+    config = small_config(tmp_path, tiny_models("qwen3", hidden=512, layers=4), prompts=4000, agent=UNHURRIED)
     config.train.num_episodes, config.actor.adam.lr = 10, 1e-4
     config.vllm.num_engines, config.vllm.max_restarts, config.vllm.stall_timeout = 2, 10, TIMEOUT
     config.weights.timeout, config.weights.bucket_bytes = TIMEOUT, 1 << 20

@@ -39,7 +39,7 @@ def test_a_run_with_own_ranks_learns_resumes_and_reports_as_one_without(tiny_qwe
                "ref__model_name_or_path": str(tiny_models("qwen3", seed=1)), "actor__backend": "automodel"}
     run_ranks("train", 2, write_config(tiny_qwen3, "together.toml", **options), tmp_path / "together", 1, 3)
     apart = write_config(tiny_qwen3, "apart.toml", **options, ref__num_procs=1, critic__num_procs=1)
-    run_ranks("train", 4, apart, tmp_path / "first", 1, 2, "save")
+    run_ranks("train", 4, apart, tmp_path / "first", 1, 2, 2)
     assert len(list((tmp_path / "run" / "checkpoints" / "step_000002" / "critic").iterdir())) >= 2
     run_ranks("train", 4, apart, tmp_path / "second", 3, 3, "", "resume")
     together = json.loads((tmp_path / "together.json").read_text())[0]

@@ -15,8 +15,7 @@ from tests.train.ranks import run_ranks
 
 
 def assert_resumes_bit_equal(config: Path, folder: Path) -> None:
-    run_ranks("train", 2, config, folder / "straight", 1, 4)
-    run_ranks("train", 2, config, folder / "first", 1, 2, "save")
+    run_ranks("train", 2, config, folder / "straight", 1, 4, 2)
     assert (checkpoint_folder(folder / "run", 2) / "DONE").is_file()
     run_ranks("train", 2, config, folder / "second", 3, 4, "", "resume")
     straight, resumed = load_file(folder / "straight.safetensors"), load_file(folder / "second.safetensors")
@@ -52,7 +51,7 @@ def test_automodel_training_resumes_bit_equal(tiny_models, write_config, tmp_pat
 @pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_opens_on_one(tiny_qwen3, write_config, tmp_path: Path):
     config = write_config(tiny_qwen3)
-    run_ranks("train", 2, config, tmp_path / "two", 1, 2, "save")
+    run_ranks("train", 2, config, tmp_path / "two", 1, 2, 2)
     run_ranks("train", 1, config, tmp_path / "one", 3, 3, "", "resume")
     run_ranks("train", 2, config, tmp_path / "both", 3, 3, "", "resume")
     one, both = load_file(tmp_path / "one.safetensors"), load_file(tmp_path / "both.safetensors")

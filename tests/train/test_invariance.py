@@ -56,6 +56,8 @@ VARIANTS = {
     "reinforce": {"algo.advantage.estimator": "reinforce", "algo.advantage.gamma": 0.95, "fsdp.defer_grad_sync": True},
 }
 """Every loss, aggregation and kind of correction; all of them make two epochs, so that the policy has left its start."""
+ON_FOUR = ("gspo", "seq-mean-token-sum-norm", "two steps", "kl and entropy", "gae")
+"""Those of which every denominator and every exchange between ranks is a different one."""
 
 
 @pytest.mark.slow
@@ -65,10 +67,11 @@ def test_what_is_learned_is_the_same_in_float64_on_one_two_and_four_ranks(tiny_q
     config = write_config(tiny_qwen3, **options)
     variants = VARIANTS | {"kl and entropy": VARIANTS["kl and entropy"] | {"ref.model_name_or_path": str(tiny_models("qwen3", seed=1))}}
     for ranks in (1, 2, 4):
-        run_ranks("double_invariance", ranks, config, tmp_path, json.dumps(variants), timeout=500)
+        chosen = {name: options for name, options in variants.items() if ranks < 4 or name in ON_FOUR}
+        run_ranks("double_invariance", ranks, config, tmp_path, json.dumps(chosen), timeout=500)
     for name in VARIANTS:
         reference = load_file(tmp_path / f"1_{name}.safetensors")
-        for ranks in (1, 2, 4):
+        for ranks in (1, 2, 4) if name in ON_FOUR else (1, 2):
             for label, moved in load_file(tmp_path / f"{ranks}_{name}.safetensors").items():
                 expected = reference["small" if label.startswith("small") else "100000"]
                 assert expected.abs().max() > 1e-6

@@ -157,7 +157,7 @@ def double_invariance(config_path: str, out: str, variants: str) -> None:
 
 
 def train(config_path: str, out: str, first: str, last: str, save: str = "", resume: str = "", *, store: dist.Store) -> None:
-    """Train the batches first..last; optionally save a checkpoint at the end, or start from the newest one. Writes metrics and weights."""
+    """Train the batches first..last; optionally save a checkpoint after batch `save`, or start from the newest one. Writes metrics and weights."""
     config = load(RunConfig, config_path, check=False)
     actor = Actor(config, 10, store)
     run = Path(config.output_dir)
@@ -168,8 +168,8 @@ def train(config_path: str, out: str, first: str, last: str, save: str = "", res
     for step in range(int(first), int(last) + 1):
         metrics = actor.train_batch(raw(random_batch(step, step=step, version=step - 1)))
         records.append({"step": step, **metrics})
-    if save:
-        save_checkpoint(actor, run, int(last), {"version": int(last)})
+        if str(step) == save:
+            save_checkpoint(actor, run, step, {"version": step})
     save_on_rank_0(all_weights(actor), f"{out}.safetensors")
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, records)
