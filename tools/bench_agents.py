@@ -2,16 +2,16 @@
 
 Ours: the OpenAI SDK, or aiohttp as in vLLM's client, in an agent process -> chat server (token tree) -> /inference/v1/generate. The other:
 vllm.benchmarks' streaming request function -> vLLM's /v1/chat/completions, its replies sent back as history in the same way. All take
-turns on one server.
+turns on one server, in an order that reverses with each repetition, with the same prompts, lengths and seeds, and with an empty prefix cache.
 """
 
 import asyncio
-import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import aiohttp
@@ -86,7 +86,7 @@ async def _vllms(engine: Engine, max_tokens: int, sessions: range, concurrency: 
 
     async def one(number: int) -> float:
         messages, tokens = _messages(number), 0
-        for turn in range(turns):
+        for turn in range(1, turns + 1):
             fields = {"temperature": 1.0, "top_k": 0, "seed": 1000 * number + turn, "skip_special_tokens": False}
             asked = RequestFuncInput("", "http://engine/v1/chat/completions", 0, max_tokens, "policy", chat_messages=messages, extra_body=fields)
             answer = await async_request_openai_chat_completions(asked, http)
@@ -98,6 +98,24 @@ async def _vllms(engine: Engine, max_tokens: int, sessions: range, concurrency: 
 
     async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(engine.socket), limit=0)) as http:
         return await _in_turn(one, sessions, concurrency)
+
+
+async def _timed(talk: Awaitable[float], replies: int) -> tuple[float, float, float]:
+    """(tokens/s, tokens a reply, milliseconds of this process's CPU a reply)"""
+    started, cpu = time.perf_counter(), time.process_time()
+    tokens = await talk
+    return tokens / (time.perf_counter() - started), tokens / replies, 1000 * (time.process_time() - cpu) / replies
+
+
+def _row(runs: dict[str, list[tuple[float, float, float]]]) -> dict[str, Any]:
+    """Medians over the repetitions; ratios to vLLM's client are taken within each repetition."""
+    row: dict[str, Any] = {}
+    for name, measured in runs.items():
+        ratios = [ours[0] / vllm[0] for ours, vllm in zip(measured, runs["vllm"])]
+        row |= {f"{name}_ratio": median(ratios), f"{name}_ratios": [round(r, 3) for r in ratios]} if name != "vllm" else {}
+        speed, length, cpu = map(median, zip(*measured))
+        row |= {f"{name}_tokens_s": speed, f"{name}_tokens_a_reply": length, f"{name}_cpu_ms_a_reply": cpu}
+    return row
 
 
 async def _measure(config: RunConfig, folder: Path, concurrencies: list[int], turns: list[int], per_lane: int,
@@ -118,24 +136,24 @@ async def _measure(config: RunConfig, folder: Path, concurrencies: list[int], tu
         await asyncio.gather(*(talk(range(4), 4, 1) for talk in talks.values()))  # warm both paths
         for concurrency in concurrencies:
             for count in turns:
-                speeds: dict[str, list[float]] = {name: [] for name in talks}
+                runs: dict[str, list[tuple[float, float, float]]] = {name: [] for name in talks}
                 for repeat in range(repeats):
                     sessions = range(number := number + 1000, number + concurrency * per_lane)
                     for name in sorted(talks, reverse=repeat % 2 == 1):
-                        started = time.perf_counter()
-                        tokens = await talks[name](sessions, concurrency, count)
-                        speeds[name].append(tokens / (time.perf_counter() - started))
-                openai, http, vllm = (statistics.median(speeds[name]) for name in ("openai", "aiohttp", "vllm"))
-                rows.append({"concurrency": concurrency, "turns": count, "tokens_s": openai, "aiohttp_tokens_s": http,
-                             "vllm_client_tokens_s": vllm, "ratio": openai / vllm, "aiohttp_ratio": http / vllm})
+                        await engine.post("/reset_prefix_cache")
+                        runs[name].append(await _timed(talks[name](sessions, concurrency, count), len(sessions) * count))
+                rows.append({"concurrency": concurrency, "turns": count} | _row(runs))
     finally:
         await asyncio.gather(engine.close(), agents.close(), server.close())
     return rows
 
 
 def measure(model: Path | None = None, concurrency: list[int] = [1, 8, 64], turns: list[int] = [1, 8, 64], max_tokens: int = 32,
-            per_lane: int = 3, repeats: int = 3) -> dict[str, Any]:
-    """One row for each concurrency and number of turns; `model`: a Hugging Face folder with a chat template."""
+            per_lane: int = 3, repeats: int = 3, kv_mib: int = 512) -> dict[str, Any]:
+    """One row for each concurrency and number of turns; `model`: a Hugging Face folder with a chat template.
+
+    openai_ and aiohttp_: ours, by the agent's client; their cpu_ms is the chat server's and the engine client's, vllm_cpu_ms the benchmark's.
+    """
     if model is None:
         raise SystemExit("bench agents: --model names no Hugging Face folder with a chat template")
     with tempfile.TemporaryDirectory(prefix="molt_hpc_bench_") as name:
@@ -143,7 +161,7 @@ def measure(model: Path | None = None, concurrency: list[int] = [1, 8, 64], turn
         (folder / "agent.py").write_text(AGENT)
         config = RunConfig(output_dir=name)
         config.actor.model_name_or_path, config.train.agent_path = str(model), str(folder / "agent.py")
-        config.data.max_len = 64 + max(turns) * (max_tokens + 48)
+        config.data.max_len = 64 + max(turns) * (max_tokens + 64)
         config.rollout.max_new_tokens, config.weights.backend, config.vllm.dtype = max_tokens, "gloo", "float32"
-        config.vllm.kv_cache_memory_bytes = 512 << 20
+        config.vllm.kv_cache_memory_bytes = kv_mib << 20
         return {"rows": asyncio.run(_measure(config, folder, concurrency, turns, per_lane, repeats))}

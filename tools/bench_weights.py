@@ -151,8 +151,7 @@ def measure(model: Path | None = None, mib: int = 64, updates: int = 5, engines:
                     if worker.poll() is not None:
                         raise SystemExit("bench weights: the rollout role ended:\n" + (run / "logs/attempt_1/rollout.log").read_text()[-2000:])
                     time.sleep(0.5)  # the broker ends the run, and so this wait, if they do not come
-                processes = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in descendants(worker.pid)}
-                trainer, receivers = Memory([os.getpid()]), Memory([pid for pid, title in processes.items() if "Worker" in title])
+                trainer, receivers = Memory([os.getpid()]), Memory(descendants(worker.pid))
                 publisher.publish(0)
                 totals, parts = [], []
                 for version in range(1, updates + 1):

@@ -19,7 +19,7 @@ from tests.process_run import ECHO_AGENT, small_config
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 TIMEOUT = 10.0
-UNHURRIED = "import time\n" + ECHO_AGENT.replace("        return", "        time.sleep(1.0)  # leaves the cores to servers that start\n        return")
+UNHURRIED = "import time\n" + ECHO_AGENT.replace("        return", "        time.sleep(1.0)  # the cores are for starting servers\n        return")
 
 
 class Observer:
