@@ -5,8 +5,6 @@ so a segment carries them as they were, with one log-prob and one weights versio
 sampled token. Position t of every per-token array belongs to token t.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +45,7 @@ class Lease:
         return vars(self) | {"prompt": self.prompt.to_header()}
 
     @classmethod
-    def from_header(cls, header: dict[str, Any]) -> Lease:
+    def from_header(cls, header: dict[str, Any]) -> "Lease":
         return cls(**(header | {"prompt": Prompt(**header["prompt"])}))
 
 
@@ -153,7 +151,7 @@ class Rollout:
         return header, arrays
 
     @classmethod
-    def from_wire(cls, header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Rollout:
+    def from_wire(cls, header: dict[str, Any], arrays: dict[str, np.ndarray]) -> "Rollout":
         segments, at = [], np.zeros(3, np.int64)
         for lengths, temperature in zip(arrays["segment_lengths"], header["temperatures"], strict=True):
             to = at + lengths

@@ -5,8 +5,6 @@ What happened is written to <folder>/<process>.npz: `generating` rows (start, en
 lease received, group, attempt), `deaths` rows (version, worker); times are monotonic.
 """
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 import math
@@ -96,7 +94,7 @@ def batch_synchronous(load: Load) -> dict[str, float]:
 class ScriptedWorker:
     """One worker; `running` is lease id -> [lease fields, seconds left, since when]."""
 
-    def __init__(self, fleet: Fleet, index: int):
+    def __init__(self, fleet: "Fleet", index: int):
         self.fleet, self.load, self.index, self.name, self.generation = fleet, fleet.load, index, f"rollout_n{index}", 0
         self.connect()
         self.later(self.load.heartbeat_seconds * (1 + index / self.load.workers), self.heartbeat)

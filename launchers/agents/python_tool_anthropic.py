@@ -2,7 +2,7 @@
 
 import asyncio
 
-from anthropic import AsyncAnthropic
+from anthropic import AsyncAnthropic, BadRequestError
 from grading import grade
 
 from molt_hpc.agents import ChatAgent, Result
@@ -20,7 +20,12 @@ class PythonToolAgent(ChatAgent):
         text, calls, finished = "", 0, False
         async with AsyncAnthropic(base_url=ctx.session_url, api_key=ctx.api_key, timeout=3600) as client:
             while not finished and calls < MAX_TURNS:
-                answer = await client.messages.create(messages=messages, **asked, **({"system": system} if system else {}))
+                try:
+                    answer = await client.messages.create(messages=messages, **asked, **({"system": system} if system else {}))
+                except BadRequestError as error:
+                    if "prompt is too long" not in error.message or not calls:
+                        raise
+                    break
                 text = "".join(block.text for block in answer.content if block.type == "text")
                 uses = [block for block in answer.content if block.type == "tool_use"]
                 calls, finished = calls + len(uses), not uses

@@ -21,7 +21,7 @@ class PythonToolAgent(ChatAgent):
                     answer = await client.chat.completions.create(model=ctx.model_name, messages=messages, tools=[SCHEMA],
                                                                   max_tokens=ctx.sampling_params.max_tokens)
                 except BadRequestError as error:
-                    if error.code != "context_length_exceeded" or not text:
+                    if error.code != "context_length_exceeded" or not calls:
                         raise
                     return await self.graded(ctx, text, calls, truncated=True)
                 message = answer.choices[0].message

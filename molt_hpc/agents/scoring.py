@@ -25,6 +25,9 @@ from molt_hpc.agents.confine import confine
 START_SECONDS = 60.0
 """Seconds that a host has for importing the function's file; they do not count as the call's."""
 
+PATIENCE = 10.0
+"""Seconds beyond a call's own timeout after which its host counts as stuck."""
+
 _idle: dict[tuple[str, ...], list[subprocess.Popen]] = {}
 _lock = threading.Lock()
 
@@ -41,6 +44,8 @@ def score_in_subprocess(function: Callable[..., Any], *args: Any, timeout: float
     host = _take(key)
     host.stdin.write(json.dumps({"args": args, "timeout": timeout, "memory_mb": memory_mb}) + "\n")
     host.stdin.flush()
+    if not select.select([host.stdout], [], [], timeout + PATIENCE)[0]:
+        host.kill()  # it keeps the deadline itself, unless what it ran has stopped it
     line = host.stdout.readline()
     if not line:
         raise RuntimeError(f"score_in_subprocess: the host of {function.__qualname__} ended with {host.wait()}")
@@ -94,13 +99,15 @@ def _host(path: str, module: str, name: str) -> None:
     function = _load(path, module, name)
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
-        print(json.dumps(_call(function, **json.loads(line))), file=answers, flush=True)
+        print(json.dumps(_call(function, answers.fileno(), **json.loads(line))), file=answers, flush=True)
 
 
-def _call(function: Callable[..., Any], args: list[Any], timeout: float, memory_mb: int) -> dict[str, Any]:
+def _call(function: Callable[..., Any], answers: int, args: list[Any], timeout: float, memory_mb: int) -> dict[str, Any]:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
+        os.close(answers)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # neither the next call's question nor its answer is this one's
         os.close(reading)
         os.setsid()
         _compute(function, args, timeout, memory_mb, writing)

@@ -1,7 +1,5 @@
 """The processes that have said hello, the rollout workers among them, and which engine serves what. Pure bookkeeping."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +13,7 @@ NOTHING = -1
 class EngineState:
     """One engine as the broker knows it: `served` is the version that it has proved and serves, or NOTHING; `starting`: it is not up."""
 
-    worker: Peer
+    worker: "Peer"
     world_size: int
     served: int = NOTHING
     starting: bool = False

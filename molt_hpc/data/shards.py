@@ -22,8 +22,6 @@ The metadata (text) holds `schema`, `step`, `version` (of the weights that the s
 `rollouts`, a JSON list with id, prompt, stop reason, turns, seconds and info of each rollout.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import uuid
@@ -77,7 +75,7 @@ class Batch:
         return save_bytes(arrays, metadata)
 
     @classmethod
-    def from_bytes(cls, raw: bytes) -> Batch:
+    def from_bytes(cls, raw: bytes) -> "Batch":
         """Raises ValueError if the bytes are not a shard of this schema."""
         length = int.from_bytes(raw[:8], "little")
         try:

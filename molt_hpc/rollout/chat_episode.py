@@ -34,23 +34,17 @@ class ChatEpisode(Episode):
         url = self.server.open(self)
         try:
             result = await self.ask("run", self._context(url))
-        except DataFault:
-            if self.engine_error is not None:
-                raise self.engine_error from None  # what the agent raised is the engine's doing
-            self._blame_engine()
-            raise
-        except AgentLate:
-            self._blame_engine()
+        except (DataFault, AgentLate) as fault:  # the engine's doing?
+            if isinstance(fault, DataFault) and self.engine_error is not None:
+                raise self.engine_error from None
+            if self.engine_late or self.generating:
+                raise TimeoutError("the engine was still generating") from None
             raise
         finally:
             self.server.shut(self)
         if not self.session.nodes:
             raise DataFault("the agent ended without one reply of the model")
         return self.rollout(result, "terminated", result["turn_rewards"])
-
-    def _blame_engine(self) -> None:
-        if self.engine_late or self.generating:
-            raise TimeoutError("the engine was still generating") from None
 
     def _context(self, url: str) -> dict[str, Any]:
         prompt, rollout = self.lease.prompt, self.config.rollout

@@ -61,6 +61,8 @@ def parse_chat(body: dict[str, Any]) -> Request:
     if "reasoning_effort" in body:
         request.options["reasoning_effort"] = body.pop("reasoning_effort")
     request.tools = body.pop("tools", None) or None
+    if not all(isinstance(t, dict) and t.get("type") == "function" and t.get("function", {}).get("name") for t in request.tools or ()):
+        raise Unsupported("tools", "tools: expected a list of tools of type function, each with a name")
     request.tool_choice = body.pop("tool_choice", "auto")
     request.parse_calls = request.tool_choice != "none"
     if body.pop("parallel_tool_calls", True) is not True:

@@ -150,7 +150,7 @@ class ChatServer:
     def _json(self, raw: bytes) -> dict[str, Any]:
         try:
             body = json.loads(raw)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Refusal(400, f"the request is not JSON: {error}") from None
         if not isinstance(body, dict):
             raise Refusal(400, "the request is not a JSON object")
@@ -212,7 +212,11 @@ class ChatServer:
     def _plan(self, session: Session, wanted: Request) -> Plan:
         if wanted.prompt is None:
             return session.plan(wanted.messages, wanted.tools, wanted.options)
-        return session.plan_text(wanted.prompt if isinstance(wanted.prompt, str) else self.dialect.text(wanted.prompt))
+        if isinstance(wanted.prompt, str):
+            return session.plan_text(wanted.prompt)
+        if not all(0 <= i < len(self.dialect.tokenizer) for i in wanted.prompt):
+            raise Unsupported("prompt", f"prompt: expected token ids from 0 to {len(self.dialect.tokenizer) - 1}")
+        return session.plan_text(self.dialect.text(wanted.prompt))
 
     async def _sample(self, episode: ChatEpisode, session: Session, plan: Plan, wanted: Request, sampling: Any,
                       trained: bool, on_tokens: Callable[[list[int]], None] | None) -> list[Reply]:

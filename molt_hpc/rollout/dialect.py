@@ -73,13 +73,12 @@ class Dialect:
             raise TemplateRefused(f"the model's chat template cannot render these messages: {type(error).__name__}: {error}") from None
 
     @functools.cached_property
-    def _opening(self) -> str:
-        whole, closed = (self.render([QUESTION], prompt=prompt) for prompt in (True, False))
-        return whole[len(closed):] if whole.startswith(closed) else ""
-
     def opening(self) -> str:
         """What the template puts in front of a reply; empty if there is no template."""
-        return self._opening if self.tokenizer.chat_template else ""
+        if not self.tokenizer.chat_template:
+            return ""
+        whole, closed = (self.render([QUESTION], prompt=prompt) for prompt in (True, False))
+        return whole[len(closed):] if whole.startswith(closed) else ""
 
     def seam(self, reply: Message, stop: int | None, new: list[Message], tools: bool, options: Message | None = None) -> list[int] | None:
         """Ids of everything between the last sampled token of `reply` and the first token of the next reply, the `new` messages included.

@@ -214,7 +214,7 @@ class EnvEpisode(Episode):
         if isinstance(observation, list) and all(isinstance(i, int) for i in observation):
             return observation, given
         if isinstance(observation, str):
-            opening = self.dialect.opening().strip()
+            opening = self.dialect.opening.strip()
             if not (observation or given) or not self.config.data.apply_chat_template or (opening and opening.splitlines()[0] in observation):
                 return self.dialect.ids(observation), given
             observation = [{"role": "user", "content": with_images(observation, given)}]

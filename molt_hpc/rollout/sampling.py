@@ -66,7 +66,10 @@ def parse_sampling(fields: dict[str, Any], default: Sampling, trained: bool = Tr
         if not isinstance(value, (int, float)) or not low <= value <= high:
             raise Unsupported(name, f"{name}={value!r}: expected {low:g} to {high:g}")
     stop = fields.pop("stop", default.stop)
-    sampling = replace(default, stop=(stop,) if isinstance(stop, str) else tuple(stop), extra=extra)
+    stop = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stop, (list, tuple)) or not all(isinstance(text, str) and text for text in stop):
+        raise Unsupported("stop", f"stop={stop!r}: expected texts that are not empty")
+    sampling = replace(default, stop=tuple(stop), extra=extra)
     try:
         for name, kind in (("temperature", float), ("max_tokens", int), ("seed", int)):
             sampling = replace(sampling, **{name: kind(fields.pop(name, getattr(sampling, name)))}) if name in fields else sampling
@@ -75,7 +78,7 @@ def parse_sampling(fields: dict[str, Any], default: Sampling, trained: bool = Tr
         raise Unsupported(name, f"{name}: expected a number") from None
     if fields:
         raise Unsupported(next(iter(fields)), f"sampling parameter {next(iter(fields))!r} is not supported")
-    if sampling.temperature < 0 or (trained and sampling.temperature == 0):
+    if not 0 <= sampling.temperature < float("inf") or (trained and sampling.temperature == 0):
         raise Unsupported("temperature", f"temperature={sampling.temperature}: a trained reply needs more than 0 (a greedy one has no log-prob)")
     if default.masked and sampling.temperature == 0:  # vLLM takes no greedy request beside masks: the same from one token
         sampling = replace(sampling, temperature=1.0, extra=extra | {"top_k": 1})

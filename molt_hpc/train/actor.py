@@ -22,17 +22,8 @@ from molt_hpc.train.apart import Apart
 from molt_hpc.train.collectives import broadcast_bytes, reduce_packed, share
 from molt_hpc.train.critic import Critic, Reference
 from molt_hpc.train.gather import FullWeights
-from molt_hpc.train.loss import (
-    LOSSES,
-    SEQUENCE_LOSSES,
-    LossSettings,
-    adapted_coefficient,
-    correction_weight,
-    kl_estimate,
-    masked_log_ratio,
-    policy_loss,
-    sequence_mean,
-)
+from molt_hpc.train.loss import LOSSES, SEQUENCE_LOSSES, LossSettings, adapted_coefficient, correction_weight, kl_estimate
+from molt_hpc.train.loss import masked_log_ratio, policy_loss, sequence_mean
 from molt_hpc.train.metrics import TokenSums, batch_metrics, token_metrics
 from molt_hpc.train.micro import MicroBatch, TokenTable, accumulate, score_all, share_plan, whole_sequences
 from molt_hpc.train.model import TrainModel, build_model

@@ -11,8 +11,6 @@ the earlier ones as they were. The schedule needs no state: it is a function of 
 is tensors by name; torch writes its own index of them (`state/.metadata`).
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -69,7 +67,7 @@ def prune(run: Path, keep: int) -> None:
         log.info("checkpoint %s is deleted: the newest %d are kept (ckpt.max_num)", path.name, keep)
 
 
-def save_checkpoint(actor: Actor, run: Path, step: int, extra: dict[str, Any] | None = None) -> Path:
+def save_checkpoint(actor: "Actor", run: Path, step: int, extra: dict[str, Any] | None = None) -> Path:
     """Write the checkpoint of `step`; all ranks call it and return the folder when it is finished.
 
     extra: values that JSON can hold and that `load_checkpoint` gives back, such as the version.
@@ -104,7 +102,7 @@ def save_state(learners: Learners, folder: Path) -> None:
     dcp.save(_state(learners), checkpoint_id=folder)
 
 
-def load_checkpoint(actor: Actor, folder: Path) -> dict[str, Any]:
+def load_checkpoint(actor: "Actor", folder: Path) -> dict[str, Any]:
     """Restore weights, optimizer, random state and `actor.step`; all ranks call it. Returns {step, version ... of extra}.
 
     Raises ValueError if the folder is no finished checkpoint. Another number of ranks than it was

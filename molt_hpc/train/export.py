@@ -1,20 +1,15 @@
 """The trained model as a Hugging Face folder that `from_pretrained` and `vllm serve` open."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from molt_hpc.train.actor import Actor
 from molt_hpc.train.gather import FullWeights
 from molt_hpc.train.model import TrainModel
-
-if TYPE_CHECKING:
-    from molt_hpc.train.actor import Actor
 
 COMPANIONS = ("config.json", "generation_config.json", "*preprocessor_config.json", "processor_config.json", "tokenizer*", "special_tokens_map.json",
               "added_tokens.json", "vocab*", "merges.txt", "*.jinja", "*.model", "*.py")

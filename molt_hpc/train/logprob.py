@@ -7,8 +7,6 @@ logits again in the backward pass. It runs where the logits would have been comp
 sharding (FSDP, tensor parallel) sees nothing unusual.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -40,7 +38,7 @@ class Kept:
     offsets: list[int]
 
     @classmethod
-    def of(cls, counts: np.ndarray, ids: np.ndarray, device: torch.device) -> Kept:
+    def of(cls, counts: np.ndarray, ids: np.ndarray, device: torch.device) -> "Kept":
         arrays = (ids, np.repeat(np.arange(len(counts)), counts), counts)
         return cls(*(torch.from_numpy(array.astype(np.int64)).to(device) for array in arrays), [0, *np.cumsum(counts).tolist()])
 

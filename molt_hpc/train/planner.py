@@ -6,8 +6,6 @@ it. The order of segments, ranks and micro-batches changes no gradient (one glob
 only the time.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,7 +42,7 @@ class Plan:
         return json.dumps([vars(step) for step in self.steps]).encode()
 
     @classmethod
-    def from_bytes(cls, raw: bytes) -> Plan:
+    def from_bytes(cls, raw: bytes) -> "Plan":
         return cls([StepPlan(**step) for step in json.loads(raw)])
 
 

@@ -227,7 +227,7 @@ def test_the_temperature_of_a_request_is_recorded_and_what_biases_log_probs_is_r
             with pytest.raises(openai.BadRequestError) as refused:
                 await room.chat(**{name: value})
             assert refused.value.param == name and name in refused.value.message
-        for name, value in {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "made_up": 1}.items():
+        for name, value in {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "made_up": 1, "temperature": "nan", "stop": [""]}.items():
             with pytest.raises(openai.BadRequestError, match=name):
                 await room.chat(extra_body={name: value})
         await room.chat(top_p=1, n=1, presence_penalty=0, response_format={"type": "text"}, tool_choice="auto")
@@ -262,6 +262,10 @@ def test_every_mistake_raises_the_sdks_own_class(room):
             await room.anthropic.with_options(api_key="other").messages.create(model="policy", max_tokens=5, messages=USER)
         with pytest.raises(openai.BadRequestError, match="agent.tool_parser"):
             await room.chat(tools=[WEATHER])
+        with pytest.raises(openai.BadRequestError, match="tools of type function"):
+            await room.chat(tools=[{"type": "custom", "custom": {"name": "weather"}}])
+        with pytest.raises(openai.BadRequestError, match="expected token ids from 0 to"):
+            await room.openai.completions.create(model="policy", prompt=[5, -1])
         with pytest.raises(openai.BadRequestError, match="sees no images"):
             await room.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]}])
         with pytest.raises(openai.BadRequestError, match="no such switch"):
@@ -270,7 +274,7 @@ def test_every_mistake_raises_the_sdks_own_class(room):
             await room.anthropic.messages.create(model="policy", max_tokens=5, messages=USER, extra_body={"max_tokens": None})
         async with httpx.AsyncClient() as client:
             headers = {"x-api-key": room.episode.key}
-            for content, words in ((b"{", "not JSON"), (b"[]", "not a JSON object"), (b"{}", "messages")):
+            for content, words in ((b"{", "not JSON"), (b"[" * 100_000, "not JSON"), (b"[]", "not a JSON object"), (b"{}", "messages")):
                 answer = await client.post(f"{room.url}/v1/chat/completions", content=content, headers=headers)
                 assert answer.status_code == 400 and words in answer.json()["error"]["message"]
         room.server.shut(room.episode)

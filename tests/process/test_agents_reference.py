@@ -38,6 +38,12 @@ def test_the_three_python_tool_agents_see_the_same_tokens(play, name, parser):
                             "<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\nit is \\boxed{42}<|im_end|>")
 
 
+@pytest.mark.parametrize("name, parser", [("python_tool_env", ""), ("python_tool_openai", "hermes"), ("python_tool_anthropic", "hermes")])
+def test_a_python_tool_agent_that_fills_the_context_is_truncated(play, name, parser):
+    done = play(AGENTS / f"{name}.py", CALL.replace("6 * 7", "'7' * 1000"), agent={"tool_parser": parser}, max_len=400).outcome
+    assert done.truncated and done.reward == 0.0 and done.turns == 1
+
+
 def test_the_compacting_agent_leaves_a_segment_for_each_stretch(play):
     def script(prompt, sampling):
         if "Sum up" in prompt.rsplit("<|im_start|>user", 1)[1]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from molt_hpc.agents import score_in_subprocess
+from molt_hpc.agents import score_in_subprocess, scoring
 from molt_hpc.agents.python_tool import run_python
 
 
@@ -48,6 +50,18 @@ def connect():
     socket.create_connection(("127.0.0.1", 9))
 
 
+def scribble(everywhere):
+    for number in range(3, 64) if everywhere else ():
+        with contextlib.suppress(OSError):
+            os.write(number, b'{"value": "forged"}\n')
+    return "honest"
+
+
+def stop_host():
+    os.kill(os.getppid(), signal.SIGSTOP)
+    time.sleep(100)
+
+
 def test_a_score_comes_back_and_each_call_starts_from_the_same_state():
     assert score_in_subprocess(add, 1, 2) == 3 and score_in_subprocess(add, "a", "b") == "ab"
     assert [score_in_subprocess(count) for _ in range(3)] == [1, 1, 1]
@@ -59,6 +73,19 @@ def test_a_score_comes_back_and_each_call_starts_from_the_same_state():
 def test_what_a_grader_must_not_do_is_an_error_and_the_next_call_works(function, args, error, words):
     with pytest.raises(error, match=words):
         score_in_subprocess(function, *args, timeout=0.5)
+    assert score_in_subprocess(add, 1, 2) == 3
+
+
+def test_what_a_grader_writes_elsewhere_is_no_answer():
+    with pytest.raises(RuntimeError, match="no value"):
+        score_in_subprocess(scribble, True)
+    assert [score_in_subprocess(scribble, False) for _ in range(2)] == ["honest", "honest"]
+
+
+def test_a_grader_that_stops_its_host_is_late_too(monkeypatch):
+    monkeypatch.setattr(scoring, "PATIENCE", 1.0)
+    with pytest.raises(RuntimeError, match="host of stop_host ended with -9"):
+        score_in_subprocess(stop_host, timeout=0.5)
     assert score_in_subprocess(add, 1, 2) == 3
 
 
