@@ -67,8 +67,10 @@ class Handle:
 
     def ends(self) -> list[tuple[Task, str]]:
         """The tasks known to have ended, with a text such as `exit code 7`, in the order they ended."""
-        named = [(self.tasks[index], how) for index, how in parse_srun_errors(self._srun_text()) if index < len(self.tasks)]
-        code = self.poll()
+        text, code = self._srun_text(), self.poll()
+        launches = dict(re.findall(r"Task launch for \S+ failed on node (\S+): (.+)", text))
+        named = [(task, f"a failed launch: {launches[task.node]}") for task in self.tasks if task.node in launches]
+        named += [(self.tasks[index], how) for index, how in parse_srun_errors(text) if index < len(self.tasks)]
         return named or ([] if code is None else [(task, describe_code(code)) for task in self.tasks])
 
     def launcher_message(self) -> str:

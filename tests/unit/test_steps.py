@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from molt_hpc.slurm.roles import meeting_point, node_rank, role_command, torchrun_line
-from molt_hpc.slurm.steps import command_line, describe_code, log_name, parse_srun_errors, role_environment
+from molt_hpc.slurm.steps import Handle, Task, command_line, describe_code, log_name, parse_srun_errors, role_environment
 from molt_hpc.slurm.topology import Step
 
 RUN, LOGS = Path("/shared/run"), Path("/shared/run/logs/attempt_1")
@@ -101,3 +102,13 @@ def test_srun_messages_tell_who_ended_first():
             "srun: launch/slurm: _step_signal: Terminating StepId=4.0\nsrun: error: n[1-2]: tasks 0,2-3: Killed\n"
             "srun: error: n5: task 4: Exited with exit code 137\n")
     assert parse_srun_errors(text) == [(1, "exit code 7"), (0, "killed"), (2, "killed"), (3, "killed"), (4, "killed by SIGKILL")]
+
+
+def test_a_launch_that_fails_names_its_node_and_not_the_tasks_that_srun_then_killed(tmp_path):
+    log = tmp_path / "actor_srun.log"
+    log.write_text("srun: error: Task launch for StepId=24.0 failed on node n2: Communication connection failure\n"
+                   "srun: error: Application launch failed: Communication connection failure\nsrun: error: n1: task 0: Killed\n")
+    process = subprocess.Popen(["false"])
+    process.wait()
+    tasks = [Task("actor", node, tmp_path / "actor.log") for node in ("n1", "n2")]
+    assert Handle(ACTOR, tasks, process, log, 0).ends()[0] == (tasks[1], "a failed launch: Communication connection failure")
