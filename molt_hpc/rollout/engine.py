@@ -75,9 +75,12 @@ def is_cpu_build() -> bool:
 
 
 def serve_environment(local_index: int, tensor_parallel_size: int) -> dict[str, str]:
-    """This process's environment plus what a server needs; GPUs are given by local index."""
+    """This process's environment plus what a server needs; GPUs are given by local index.
+
+    Idle connections are kept longer than aiohttp keeps them: one that the server closes just as a request goes out costs a rollout.
+    """
     env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-                        "DO_NOT_TRACK": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+                        "DO_NOT_TRACK": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600"}
     visible = [g for g in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if g]
     if len(visible) >= tensor_parallel_size * (local_index + 1):
         first = local_index * tensor_parallel_size
