@@ -241,7 +241,7 @@ class BrokerConfig:
     lease_timeout: float = opt(600.0, "seconds without progress after which a rollout is leased again")
     heartbeat_timeout: float = opt(60.0, "seconds of silence after which a worker counts as dead")
     max_attempts: int = opt(3, "infrastructure faults of one rollout before it counts as failed")
-    max_worker_faults: int = opt(8, "infrastructure faults in a row after which a worker gets no more leases")
+    max_worker_faults: int = opt(8, "infrastructure faults in a row (those of one moment count once) after which a worker gets no more leases")
     max_filtered_groups: int = opt(1000, "groups filtered in a row that stop the run")
     memory_bytes: int = opt(4 << 30, "finished rollouts kept in memory; beyond it they are read back from the journal")
     inline_bytes: int = opt(32 << 10, "a rollout larger than this travels by reference: its worker appends it to a file in the run folder")

@@ -5,6 +5,8 @@ from typing import Any
 
 RESTART_PATIENCE = 120.0
 """Seconds for a role that is started again to say hello: a cold file system may need a minute for its imports."""
+PROBE_PATIENCE = 5.0
+"""Seconds that a worker's first lease after a fault has to fail like the last one; then it is given as many as it asks for again."""
 NOTHING = -1
 """The version that a stale engine serves."""
 
@@ -40,13 +42,20 @@ class Peer:
     credits: int = 0
     engines: dict[str, EngineState] = field(default_factory=dict)
     faults_in_a_row: int = 0
+    last_fault: float = 0.0
+    probe: float = 0.0
     finished: int = 0
     faults: int = 0
     barred: str = ""
     progress: dict[str, Any] = field(default_factory=dict)
 
-    def may_lease(self, version: int) -> bool:
-        """Whether this worker is given leases: it asks, one of its engines is current, and it does not keep failing."""
+    def may_lease(self, version: int, now: float) -> bool:
+        """Whether this worker is given a lease: it asks, one of its engines is current, and it does not keep failing.
+
+        After a fault it gets one at first: a worker that fails at once shall not fail everything that it has room for.
+        """
+        if self.faults_in_a_row and self.probe and now - self.probe < PROBE_PATIENCE:
+            return False
         return (self.credits > 0 and self.ready and not self.draining and not self.barred and any(e.served == version for e in self.engines.values()))
 
     def describe(self) -> dict[str, Any]:
@@ -110,15 +119,16 @@ class Fleet:
             peer.credits += count
             self._asking.setdefault(peer.identity, peer)
 
-    def granted(self, peer: Peer) -> None:
+    def granted(self, peer: Peer, now: float) -> None:
         """A worker was given one of the leases that it has asked for."""
         peer.credits -= 1
+        peer.probe = peer.probe or now
         if peer.credits <= 0:
             self._asking.pop(peer.identity, None)
 
-    def hungry(self, version: int) -> list[Peer]:
+    def hungry(self, version: int, now: float) -> list[Peer]:
         """The workers that get leases now, whoever has waited longest first; of a large fleet few ask at a time."""
-        return [p for p in self._asking.values() if p.may_lease(version)]
+        return [p for p in self._asking.values() if p.may_lease(version, now)]
 
     def workers(self) -> list[Peer]:
         return [p for p in self.peers.values() if p.role == "rollout"]
@@ -133,11 +143,16 @@ class Fleet:
         peer.finished += 1
         peer.faults_in_a_row = 0
 
-    def infrastructure_fault(self, peer: Peer, reason: str) -> bool:
-        """Count a fault; True if this worker gets no more leases from now on."""
+    def infrastructure_fault(self, peer: Peer, granted: float, now: float, reason: str) -> bool:
+        """Count the fault of a lease that was granted at that time; True if this worker gets no more leases from now on.
+
+        All that ran when the last one was counted had the same cause, and counts once.
+        """
         peer.faults += 1
-        peer.faults_in_a_row += 1
-        if peer.faults_in_a_row < self._max_faults or peer.barred:
+        if granted <= peer.last_fault or peer.barred:
+            return False
+        peer.faults_in_a_row, peer.last_fault, peer.probe = peer.faults_in_a_row + 1, now, 0.0
+        if peer.faults_in_a_row < self._max_faults:
             return False
         peer.barred = f"{peer.faults_in_a_row} infrastructure faults in a row, the last one: {reason.splitlines()[0][:200]}"
         return True

@@ -184,7 +184,8 @@ class Ledger:
         self._record("lease", group=group.id, ordinal=group.ordinal, sample=index, worker=worker, now=now)
         return Grant(group, index, sample.attempt)
 
-    def _leased(self, group: int, sample: int, attempt: int) -> Sample | None:
+    def leased(self, group: int, sample: int, attempt: int) -> Sample | None:
+        """The rollout of this lease; None if the lease is not valid any more."""
         entry = self.groups.get(group)
         if entry is None or not 0 <= sample < len(entry.samples):
             return None
@@ -193,7 +194,7 @@ class Ledger:
 
     def finish(self, group: int, sample: int, attempt: int, seconds: float = 0.0, score: float = 0.0) -> bool:
         """A usable rollout came back. False if its lease is not valid any more: the payload must be thrown away."""
-        found = self._leased(group, sample, attempt)
+        found = self.leased(group, sample, attempt)
         if found is None:
             return False
         found.state, found.seconds, found.score = SampleState.FINISHED, seconds, score
@@ -203,7 +204,7 @@ class Ledger:
 
     def fault(self, group: int, sample: int, attempt: int, fault: str, reason: str, now: float) -> bool:
         """A lease ended without a rollout. An infrastructure fault is leased again up to max_attempts times."""
-        found = self._leased(group, sample, attempt)
+        found = self.leased(group, sample, attempt)
         if found is None:
             return False
         self._record("fault", group=group, sample=sample, attempt=attempt, fault=fault, reason=reason, now=now)
@@ -241,7 +242,7 @@ class Ledger:
 
     def progress(self, group: int, sample: int, attempt: int, now: float) -> None:
         """Tokens came for this lease: its deadline moves on. (Not journalled: after a restart no lease is valid.)"""
-        found = self._leased(group, sample, attempt)
+        found = self.leased(group, sample, attempt)
         if found is not None:
             found.deadline = now + self.config.lease_timeout
 

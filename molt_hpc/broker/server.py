@@ -299,8 +299,10 @@ class Broker:
     def on_fault(self, peer: Peer, message: wire.Message, request: int) -> None:
         fields = message.fields
         self.fleet.ask(peer, int(fields.get("credits", 0)))
-        if not self.ledger.fault(fields["group_id"], fields["sample"], fields["attempt"], fields["fault"], fields["reason"], time.time()):
+        now, lease = time.time(), self.ledger.leased(fields["group_id"], fields["sample"], fields["attempt"])
+        if lease is None:
             return
+        self.ledger.fault(fields["group_id"], fields["sample"], fields["attempt"], fields["fault"], fields["reason"], now)
         self.store.commit()
         self.store.forget_ended(fields["group_id"])
         log.warning("%s fault of group %d sample %d attempt %d on %s: %s", fields["fault"], fields["group_id"], fields["sample"],
@@ -308,7 +310,7 @@ class Broker:
         with open(self.run / "quarantine.jsonl", "a") as file:
             file.write(json.dumps({k: v for k, v in fields.items() if k != "request"} | {"worker": peer.name, "time": time.time()}) + "\n")
         if fields["fault"] == "infrastructure":
-            if not fields.get("engine_lost") and self.fleet.infrastructure_fault(peer, fields["reason"]):
+            if not fields.get("engine_lost") and self.fleet.infrastructure_fault(peer, lease.granted, now, fields["reason"]):
                 log.error("%s on %s gets no more leases: %s", peer.name, peer.host, peer.barred)
             return
         self.outcomes.append(False)
@@ -338,17 +340,18 @@ class Broker:
     def _give_leases(self) -> None:
         if self.phase != "running" or not self.ledger.has_work():
             return
-        hungry = self.fleet.hungry(self.ledger.current_version)
+        version, now = self.ledger.current_version, time.time()
+        hungry = self.fleet.hungry(version, now)
         # one each in turn, so that a small fleet and a large one are filled alike
         while hungry:
             for peer in list(hungry):
-                grant = self.ledger.lease(peer.name, time.time())
+                grant = self.ledger.lease(peer.name, now)
                 self.store.commit()
                 if grant is None:
                     return
-                self.fleet.granted(peer)
+                self.fleet.granted(peer, now)
                 self._answer(peer, "leases", self._lease(grant).to_header())
-                if peer.credits == 0:
+                if not peer.may_lease(version, now):
                     hungry.remove(peer)
 
     def _answer(self, peer: Peer, what: str, value: Any) -> None:

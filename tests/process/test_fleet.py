@@ -32,6 +32,16 @@ class FailingWorker(ScriptedWorker):
         return True
 
 
+class StumblingWorker(FailingWorker):
+    """Fails all that it is given at first, like a worker whose engine drops every connection once."""
+
+    stumbling = 6
+
+    def _send_rollout(self, lease):
+        self.stumbling -= 1
+        return FailingWorker._send_rollout(self, lease) if self.stumbling >= 0 else ScriptedWorker._send_rollout(self, lease)
+
+
 def train_all(actor):
     seen = Counter()
     while (found := actor.next_batch()) is not None:
@@ -135,6 +145,16 @@ def test_a_worker_that_keeps_failing_gets_no_more_leases_and_status_says_why(sta
     good.hold.clear()
     assert train_all(actor) == expected(24)
     assert not bad.sent
+
+
+def test_a_worker_that_fails_many_leases_at_one_moment_is_kept(started, tmp_path):
+    config = small_config(tmp_path, prompts=24)
+    config.broker.max_worker_faults = 3
+    broker = started(config)
+    broker._opened(StumblingWorker(broker, broker.attempt, credits=StumblingWorker.stumbling, linger=0.0))
+    actor = broker.actor()
+    actor.begin()
+    assert train_all(actor) == expected(24)
 
 
 def test_when_no_worker_can_be_used_the_run_ends_with_the_reason(started, tmp_path):
