@@ -50,8 +50,9 @@ def tiny_qwen3(tiny_models) -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole folders are slow: they start training ranks, model servers or a Slurm."""
+    """Whole folders are slow: they start training ranks, model servers or a Slurm, of which there is one. Tests of a file run one by one."""
     for item in items:
-        folder = Path(str(item.fspath)).parent.name
+        folder = item.path.parent.name
+        item.add_marker(pytest.mark.xdist_group("slurm" if folder == "slurm" else item.path.stem))
         if folder in ("train", "e2e", "slurm"):
             item.add_marker(pytest.mark.slow)

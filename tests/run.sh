@@ -18,4 +18,5 @@ fi
 if ! [ -d .venv/triton ]; then  # in a folder of its own: only one test's server is to see it, see tests/interpreted_vllm.py
     .venv/bin/python -m pip install -q --no-deps --target .venv/triton triton==3.7.1 || echo "triton could not be installed: one test will be skipped"
 fi
-exec .venv/bin/python -m pytest --durations=15 "$@"
+# two files of tests at a time: most of them wait for servers and ranks to start
+exec .venv/bin/python -m pytest --durations=15 -n 2 --dist loadgroup --no-loadscope-reorder "$@"
