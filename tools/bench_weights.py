@@ -7,6 +7,7 @@ alone are the CPU seconds of the thread that loads and repacks in the engine: no
 
 import asyncio
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -120,11 +121,12 @@ async def _reload(sockets: list[Path], source: Loaded, folder: Path) -> float:
     return seconds
 
 
-def settings(folder: Path, model: Path, engines: int, backend: str, bucket_bytes: int | None) -> RunConfig:
+def settings(folder: Path, model: Path, engines: int, ranks: int, backend: str, bucket_bytes: int | None) -> RunConfig:
     config = base_config(folder, 1000)
     config.actor.model_name_or_path, config.data.max_len, config.data.apply_chat_template = str(model), 512, False
     config.rollout.batch_size, config.rollout.n_samples_per_prompt, config.rollout.max_new_tokens = 1, 2, 1  # the engines idle
     config.vllm.enforce_eager, config.vllm.kv_cache_memory_bytes, config.vllm.num_engines = True, 512 << 20, engines
+    config.vllm.tensor_parallel_size = ranks
     config.launch.roll_call_timeout = config.vllm.start_timeout = 180.0
     config.weights.backend, config.weights.bucket_bytes = backend, bucket_bytes or config.weights.bucket_bytes
     config.launch.socket_dir = str(folder / "s")
@@ -132,15 +134,15 @@ def settings(folder: Path, model: Path, engines: int, backend: str, bucket_bytes
     return config
 
 
-def measure(model: Path | None = None, mib: int = 64, updates: int = 5, engines: int = 1, backend: str = "gloo",
+def measure(model: Path | None = None, mib: int = 64, updates: int = 5, engines: int = 1, ranks: int = 1, backend: str = "gloo",
             bucket_bytes: int | None = None) -> dict[str, Any]:
-    """One row: median seconds of an update by activity, bytes, memory, and the two ways to compare with."""
+    """One row: median seconds of an update by activity, bytes, memory, and the ways to compare with; ranks: of one server."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = model or random_model(folder / "model", mib)
-        config = settings(folder, model, engines, backend, bucket_bytes)
+        config = settings(folder, model, engines, ranks, backend, bucket_bytes)
         with running_broker(config) as (run, address):
             worker = start_role(run, ["rollout", str(run), "--broker", address, "--attempt", "1"])
             try:
@@ -162,23 +164,20 @@ def measure(model: Path | None = None, mib: int = 64, updates: int = 5, engines:
                     totals.append(time.perf_counter() - started)
                 memory = {"trainer_extra_bytes": trainer.peak(), "engine_extra_bytes": receivers.peak()}
                 client.close()
-                (folder / "naive").mkdir()
-                for path in [*model.glob("*.json")]:
-                    (folder / "naive" / path.name).write_bytes(path.read_bytes())
+                shutil.copytree(model, folder / "naive", ignore=shutil.ignore_patterns("*.safetensors"))
                 naive = [asyncio.run(_reload(sorted(folder.glob("s/*/engine.sock")), source, folder / "naive")) for _ in range(3)][1:]
             finally:
                 worker.terminate()
                 worker.wait(30)
         sizes = [bucket.nbytes for bucket in sender.buckets()]
-        bare = bare_broadcast(sizes, engines, updates)
-    total, nbytes = statistics.median(totals), sum(sizes)
-    row = {"backend": backend, "engines": engines, "bytes": nbytes, "bucket_bytes": config.weights.bucket_bytes, "update_seconds": total,
-           "bare_broadcast_seconds": bare, "save_and_reload_seconds": statistics.median(naive), "ratio_bare_to_update": bare / total,
-           "ratio_reload_to_update": statistics.median(naive) / total, **memory}
-    row |= {name: statistics.median(p[name] for p in parts) for name in parts[0] if name.startswith("seconds_")}
+        bare = bare_broadcast(sizes, engines * ranks, updates)
+    medians = {name: statistics.median(p[name] for p in parts) for name in parts[0] if name.startswith("seconds_")}
     paused = statistics.median(sum(p[f"seconds_update_{phase}"] for phase in ("pause", "transfer", "resume")) for p in parts)
-    alone = row.pop("seconds_update_load_cpu")
-    row |= {"load_alone_seconds": alone, "ratio_load_alone_to_update": alone / total, "ratio_bare_to_load_alone": bare / alone}
-    row |= {"pause_seconds": paused, "ratio_pause_to_transfer": paused / row["seconds_update_transfer"], "ratio_bare_to_pause": bare / paused}
+    total, reload, alone = statistics.median(totals), statistics.median(naive), medians.pop("seconds_update_load_cpu")
+    row = {"backend": backend, "engines": engines, "ranks": ranks, "bytes": sum(sizes), "bucket_bytes": config.weights.bucket_bytes,
+           "update_seconds": total, "bare_broadcast_seconds": bare, "save_and_reload_seconds": reload, "load_alone_seconds": alone,
+           "pause_seconds": paused, "ratio_bare_to_update": bare / total, "ratio_reload_to_update": reload / total,
+           "ratio_load_alone_to_update": alone / total, "ratio_bare_to_load_alone": bare / alone,
+           "ratio_pause_to_transfer": paused / medians["seconds_update_transfer"], "ratio_bare_to_pause": bare / paused, **memory, **medians}
     dist.destroy_process_group()
     return {"part": "weights", "rows": [row]}

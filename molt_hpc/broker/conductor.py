@@ -68,10 +68,8 @@ class Conductor:
     def transfer(self, message: wire.Message, request: int, now: float) -> None:
         """The trainer is about to send; its plan (opaque here) goes to every engine with its rank."""
         update, fields = self.update, message.fields
-        if update is None or update.ended:
-            self._refuse(request)
-        elif update.phase != Phase.TRANSFERRING or fields["epoch"] != update.epoch:
-            self._free(request, lambda: update.send_failed(fields["version"], fields["epoch"], "not begun", now), now)
+        if update is None or update.phase != Phase.TRANSFERRING or fields["epoch"] != update.epoch:
+            self.sent(fields | {"failed": "not begun"}, request, now)
         else:
             offsets, world = self._ranks()
             group = {k: fields[k] for k in ("master_address", "master_port", "backend")}
@@ -82,23 +80,14 @@ class Conductor:
             self._act(now)
 
     def sent(self, fields: dict[str, Any], request: int, now: float) -> None:
-        """The trainer has sent everything, or has stopped; either way it waits for what comes next."""
+        """The trainer has sent everything, or has stopped; either way it waits with this request for what comes next."""
         update = self.update
         if update is None or update.ended:
-            self._refuse(request)
-        elif "failed" in fields:
-            self._free(request, lambda: update.send_failed(fields["version"], fields["epoch"], str(fields["failed"]), now), now)
-        else:
-            self._free(request, lambda: update.sent(fields["version"], fields["epoch"], fields["checksum"], now), now)
-
-    def _free(self, request: int, step: Callable[[], bool], now: float) -> None:
-        """The trainer is free and waits with this request."""
+            self._reply(self._actor, request, "refused", {"reason": (update and update.reason) or "no update is under way"})
+            return
         self._request = request
-        step()
+        update.sent(fields["version"], fields["epoch"], fields.get("checksum"), now, str(fields.get("failed")))
         self._act(now)
-
-    def _refuse(self, request: int) -> None:
-        self._reply(self._actor, request, "refused", {"reason": (self.update and self.update.reason) or "no update is under way"})
 
     # the engines ---------------------------------------------------------------------------
 

@@ -150,26 +150,21 @@ class WeightUpdate:
         else:
             self._advance(now)
 
-    def sent(self, version: int, epoch: int, checksum: str, now: float) -> bool:
-        """The trainer has sent everything; `checksum` is of the bytes that it sent. Returns whether it counted."""
+    def sent(self, version: int, epoch: int, checksum: str | None, now: float, failure: str = "") -> bool:
+        """The trainer is free for another epoch. Returns whether it counted.
+
+        checksum: of the bytes, everything, that it sent; None: it has stopped, told to or not, because of `failure`.
+        """
         if not self._trainer_sends or not self._is_now(version, epoch):
             return False
         self._trainer_sends = False
+        if self.phase == Phase.TRANSFERRING and checksum is None:
+            self._suspects.setdefault("trainer", failure)
+            self._abort(now)
+            return True
         if self.phase == Phase.TRANSFERRING:
             self.sent_checksum = checksum
         self._advance(now)
-        return True
-
-    def send_failed(self, version: int, epoch: int, reason: str, now: float) -> bool:
-        """The trainer has stopped sending, told to or not, and is free for another epoch. Returns whether it counted."""
-        if not self._trainer_sends or not self._is_now(version, epoch):
-            return False
-        self._trainer_sends = False
-        if self.phase == Phase.TRANSFERRING:
-            self._suspects.setdefault("trainer", reason)
-            self._abort(now)
-        else:
-            self._advance(now)
         return True
 
     def came_back(self, engines: Iterable[str], now: float) -> None:

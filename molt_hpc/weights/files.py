@@ -102,14 +102,8 @@ class FilesSender(BucketSender):
     def open(self, world_size: int) -> tuple[str, int]:
         return self.address()
 
-    def abort(self) -> None:
-        """`send` has nothing left to do."""
-
     def address(self) -> tuple[str, int]:
         return "", 0
-
-    def join(self, epoch: int, world_size: int) -> None:
-        """There is no group."""
 
     def send(self) -> SendReport:
         if self._staged is None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from molt_hpc.weights.group import Fingerprints
-from molt_hpc.weights.publish import SendReport, WeightSource
+from molt_hpc.weights.publish import Sender, SendReport, WeightSource
 
 
 class ConductedByBroker:
@@ -24,7 +24,7 @@ class ConductedByBroker:
     init_weight_transfer_engine = start_weight_update = update_weights = finish_weight_update = nothing
 
 
-class Rendezvous:
+class Rendezvous(Sender):
     """Rank 0's port, and vLLM's trainer-side engine, which joins the group of an epoch when it is made."""
 
     def __init__(self, source: WeightSource, rank: int, address: str):
@@ -60,9 +60,6 @@ class NcclSender(Rendezvous):
         self._fingerprints = Fingerprints()
         self._walk: Iterator[tuple[str, torch.Tensor]] = iter(())
 
-    def stage(self) -> None:
-        """vLLM's sender gathers and sends in one go."""
-
     def plan(self) -> dict[str, Any]:
         rows = self._source.metadata()
         return {"updates": [{"names": [name for name, _, _ in rows], "dtype_names": [str(d).removeprefix("torch.") for _, d, _ in rows],
@@ -73,7 +70,7 @@ class NcclSender(Rendezvous):
 
         self.close()
         info = NCCLTrainerInitInfo(self._address, self._port, world_size, rank=self._rank)
-        self._engine = NCCLTrainerWeightTransferEngine.trainer_init(info, client=ConductedByBroker(), source=self._as_vllm_source())
+        self._engine = NCCLTrainerWeightTransferEngine.trainer_init(info, client=ConductedByBroker(), source=self)
 
     def send(self) -> SendReport:
         started = time.perf_counter()
@@ -97,20 +94,14 @@ class NcclSender(Rendezvous):
             self._fingerprints.add(name, tensor)
             yield name, tensor
 
-    def _as_vllm_source(self) -> Any:
+    def metadata(self) -> list[Any]:
+        """What vLLM's sender asks of its source of weights, as which it takes this one; and `__iter__`."""
         from vllm.distributed.weight_transfer.base import ParamMeta
-        from vllm.distributed.weight_transfer.base import WeightSource as VllmSource
 
-        sender = self
+        return [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in self._source.metadata()]
 
-        class Adapted(VllmSource):
-            def metadata(self) -> list[Any]:
-                return [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in sender._source.metadata()]
-
-            def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-                return sender._walk
-
-        return Adapted()
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._walk
 
 
 class SparseSender(Rendezvous):

@@ -45,7 +45,10 @@ class SendReport:
 
 
 class Sender(Protocol):
-    """A back end's sending end. All ranks call `stage` and `send`, as often and in the same order; the rest is rank 0's."""
+    """A back end's sending end. All ranks call `stage` and `send`, as often and in the same order; the rest is rank 0's.
+
+    `join`, `abort` and `stage` do nothing in a back end that has no use for them.
+    """
 
     backend: str
 
@@ -122,13 +125,11 @@ def view(buffer: torch.Tensor, dtype: str, shape: tuple[int, ...] | list[int], o
     return buffer[offset:offset + nbytes].view(kind).view(shape)
 
 
-class BucketSender:
+class BucketSender(Sender):
     """What all back ends share that send buckets: the plan, the buffers, and the two threads.
 
     A subclass delivers a full buffer and says what it announces.
     """
-
-    backend = ""
 
     def __init__(self, source: WeightSource, config: WeightsConfig, rank: int):
         self._source, self._config, self._rank = source, config, rank
@@ -144,17 +145,13 @@ class BucketSender:
             self._buckets = plan_buckets(specs, self._config.bucket_bytes)
         return self._buckets
 
-    def _depth(self, largest: int) -> int:
-        """Buffers in use: two, or as many as weights.stage_bytes has room for, never more than there are buckets."""
-        return min(max(2, self._config.stage_bytes // largest), len(self.buckets()))
-
     def stage(self) -> None:
-        """Gather and pack as many buckets as there are buffers."""
+        """Gather and pack as many buckets as there are buffers: two, or for as many as weights.stage_bytes has room."""
         if self._walk is not None:
             self._walk.finish()
         walk = self._walk = Walk(self._source, self.buckets(), SendReport())
         largest = max(bucket.nbytes for bucket in self.buckets())
-        depth = self._depth(largest)
+        depth = min(max(2, self._config.stage_bytes // largest), len(self.buckets()))
         if self._rank == 0 and not self._buffers:
             self._buffers = [torch.empty(largest, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) for _ in range(depth)]
         for index in range(depth):
@@ -206,9 +203,6 @@ class BucketSender:
     def _deliver(self, bucket: Bucket, buffer: torch.Tensor) -> None:
         raise NotImplementedError
 
-    def abort(self) -> None:
-        self._aborted.set()
-
     def _look(self) -> None:
         if self._aborted.is_set():
             raise RuntimeError("aborted")
@@ -248,7 +242,7 @@ class GlooSender(BucketSender):
         group.broadcast(self._group, buffer[:bucket.nbytes])
 
     def abort(self) -> None:
-        super().abort()
+        self._aborted.set()
         self._group = None
         group.abort(*self.address())
 

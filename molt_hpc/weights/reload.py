@@ -5,6 +5,8 @@ a part never came keeps whatever was there. So each tensor's way through `load_w
 the loaders of the parameters, and every layer's elements are counted before the update may be finished.
 """
 
+import contextlib
+import ctypes
 import re
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
@@ -54,6 +57,48 @@ class Call:
         parameter.weight_loader(*map(put, self.arguments), **{key: put(value) for key, value in self.keywords.items()})
 
 
+class Scratch(TorchFunctionMode):
+    """Host memory for the tensors of one layer at a time; vLLM enters it in place of a layer's device, to make them anew.
+
+    It packs or copies them into what stays, and drops them. The allocator would take, between packed weights, memory many
+    times their size for that. What something still refers to by then is left to it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fit([])
+
+    def fit(self, layers: Iterable[nn.Module]) -> None:
+        """Make room for the largest of these layers, whose tensors are on the meta device; without any, give the memory back."""
+        sizes = [sum(_room(tensor) for tensor in get_layer_tensors(layer).values()) for layer in layers]
+        self._block, self._used = torch.empty(max(sizes, default=0), dtype=torch.uint8), 0
+        self._alone = self._references()
+
+    def _references(self) -> int:
+        return torch._C._storage_Use_Count(self._block.untyped_storage()._cdata)
+
+    def __enter__(self) -> "Scratch":
+        if self._references() > self._alone:
+            self._block = torch.empty_like(self._block)
+        self._used = 0
+        return super().__enter__()
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.empty_strided:
+            like = function(*args, **kwargs, device="meta")
+            start, self._used = self._used, self._used + _room(like)
+            if self._used <= len(self._block):
+                part = self._block[start:start + like.untyped_storage().nbytes()]
+                return part.view(like.dtype).as_strided(like.shape, like.stride())
+        return function(*args, **kwargs)
+
+
+def _room(tensor: torch.Tensor) -> int:
+    """Bytes that a tensor takes up, to a multiple of what vector instructions like to see."""
+    return -(-tensor.untyped_storage().nbytes() // 64) * 64
+
+
 class Reload:
     """The updates of one model; `start`, `load` any number of times, `missing`, `finish`."""
 
@@ -65,18 +110,23 @@ class Reload:
         self._found: dict[str, list[Call]] = {}
         self._aliases: set[str] = set()
         self._touched: dict[str, nn.Module] = {}
+        self._scratch = Scratch()
 
     def start(self, model: nn.Module) -> None:
         """Begin an update. What an update that failed had begun is undone first, as far as the layer-wise reload holds it."""
+        give_back_freed()
         for layer in model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
                 if info.kernel_tensors is not None:
                     _place_kernel_tensors(layer, info)
                 info.reset()
+            if info.restore_device == torch.device("cpu"):
+                info.restore_device = self._scratch
         self._aliases = set(_names(model, remove_duplicate=False)) - set(_names(model, remove_duplicate=True))
         self._touched = {}
         initialize_layerwise_reload(model)
+        self._scratch.fit(layer for layer in model.modules() if get_layerwise_info(layer).restore_device is self._scratch)
         for path, layer in model.named_modules():
             for name, tensor in get_layer_tensors(layer).items():
                 tensor.weight_loader = self._watched(path, layer, name, tensor)
@@ -182,8 +232,10 @@ class Reload:
 
     def finish(self, model: nn.Module, model_config: Any, device: torch.device) -> None:
         finalize_layerwise_reload(model, model_config)
+        self._scratch.fit([])
         if device.type == "cpu":
             repack_for_cpu(model, self._touched, self._aliases)
+        give_back_freed()
 
     def keep_pending(self, buffer: torch.Tensor | None) -> None:
         """Copy what layers that are not complete yet still hold of `buffer`, so that it can be reused; of no buffer they hold nothing."""
@@ -195,6 +247,12 @@ class Reload:
                 for key, value in bound.arguments.items():
                     if isinstance(value, torch.Tensor) and not value.is_meta and value.untyped_storage().data_ptr() == storage:
                         bound.arguments[key] = value.clone()
+
+
+def give_back_freed() -> None:
+    """Return to the system what the allocator keeps of the memory that was freed: the loading of a model leaves much."""
+    with contextlib.suppress(AttributeError):  # only glibc has this
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _names(model: nn.Module, remove_duplicate: bool) -> list[str]:

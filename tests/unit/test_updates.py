@@ -89,7 +89,7 @@ def test_an_engine_that_dies_in_the_transfer_costs_one_epoch():
     update.answer("aborted", "e0", 5, 2, 2.0)
     update.answer("aborted", "e2", 5, 2, 2.0)
     assert update.missing() == ["trainer"] and update.take() == []
-    assert update.send_failed(5, 2, "told to stop", 2.0)
+    assert update.sent(5, 2, None, 2.0, "told to stop")
     assert update.take() == [("go", "")] and update.join and update.checksums == {}
     assert not update.answer("applied", "e0", 5, 2, 3.0, "aa")
     finish(update, 3)
@@ -99,7 +99,7 @@ def test_an_engine_that_dies_in_the_transfer_costs_one_epoch():
 def abort_ends(update):
     for engine in sorted(update.members):
         update.answer("aborted", engine, 5, update.epoch, 3.0)
-    update.send_failed(5, update.epoch, "told to stop", 3.0)
+    update.sent(5, update.epoch, None, 3.0, "told to stop")
 
 
 def test_of_two_that_fail_in_the_transfer_the_one_that_is_dead_is_to_blame():
@@ -125,7 +125,7 @@ def test_a_transfer_that_hangs_drops_those_that_do_not_come_free():
     assert actions(update, "stop") == [""]
     update.answer("aborted", "e0", 5, 2, 12.0)
     update.answer("aborted", "e2", 5, 2, 12.0)
-    update.send_failed(5, 2, "told to stop", 12.0)
+    update.sent(5, 2, None, 12.0, "told to stop")
     assert update.phase == Phase.ABORTING
     update.expire(11.0 + TIMEOUT)
     finish(update, 3)
@@ -138,7 +138,7 @@ def test_an_engine_whose_transfer_times_out_as_the_broker_gives_it_up_is_not_to_
     assert update.phase == Phase.ABORTING
     update.failed("e0", "timed out", 5, 2, TIMEOUT + 1.0)  # sent before it was told to stop
     assert update.members == set(ENGINES)
-    update.send_failed(5, 2, "aborted", TIMEOUT + 1.1)
+    update.sent(5, 2, None, TIMEOUT + 1.1, "aborted")
     for engine in ("e0", "e2"):
         update.answer("aborted", engine, 5, 2, TIMEOUT + 1.2)
     update.lost("e1", "did not come free", TIMEOUT + 4.0)
@@ -183,7 +183,7 @@ def test_an_update_that_loses_all_its_engines_waits_for_one_and_begins_anew():
     update = to_transfer()
     for engine in ENGINES:
         update.lost(engine, "killed", 1.0)
-    update.send_failed(5, 2, "told to stop", 1.0)
+    update.sent(5, 2, None, 1.0, "told to stop")
     assert update.phase == Phase.WAITING
     update.take()
     update.came_back({"e1"}, 5.0)
@@ -210,7 +210,7 @@ def test_newcomers_that_are_lost_do_not_fail_an_update_whose_version_others_serv
 def test_a_sender_that_keeps_failing_fails_the_update_with_its_reason():
     update = to_transfer()
     for epoch in (2, 3):
-        update.send_failed(5, epoch, "RuntimeError: no such tensor", 1.0)
+        update.sent(5, epoch, None, 1.0, "RuntimeError: no such tensor")
         answer_all(update, "aborted")
     assert update.phase == Phase.FAILED and "RuntimeError: no such tensor" in update.reason
 
@@ -276,7 +276,7 @@ class Protocol(RuleBasedStateMachine):
                 assert self.sender is None
                 self.sender, self.reached = self.update.epoch, set()
             elif action == "stop":
-                self.wire.append(("send_failed", self.sender))
+                self.wire.append(("sent", self.sender, None))
             elif action == "serve":
                 self.serving[name] = self.update.version
                 assert self.engines[name].runs and self.engines[name].holds == 5
@@ -330,7 +330,7 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.sender is not None)
     @rule(fails=st.sampled_from([False, False, True]))
     def the_trainer_ends_its_transfer(self, fails):
-        self.wire.append(("send_failed" if fails else "sent", self.sender))
+        self.wire.append(("sent", self.sender, None if fails else "aa"))
 
     @rule(data=st.data(), again=st.booleans(), foreign=st.sampled_from([0, 0, 0, -1, 1]))
     def a_message_arrives(self, data, again, foreign):
@@ -344,9 +344,8 @@ class Protocol(RuleBasedStateMachine):
     def deliver(self, message, foreign):
         kind, *rest = message
         version, epoch = 5 + foreign, self.update.epoch
-        if kind in ("sent", "send_failed"):
-            take = self.update.sent if kind == "sent" else self.update.send_failed
-            if take(version, rest[0], "aa", self.now):
+        if kind == "sent":
+            if self.update.sent(version, *rest, self.now):
                 assert rest[0] == self.sender and not foreign
                 self.sender = None
         elif kind == "failed":

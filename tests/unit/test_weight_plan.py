@@ -13,7 +13,7 @@ from molt_hpc.broker.updates import rank_offsets
 from molt_hpc.config import WeightsConfig
 from molt_hpc.weights import group
 from molt_hpc.weights.plan import ALIGNMENT, ITEM_BYTES, TensorSpec, decode_plan, encode_plan, plan_buckets, transfer_rank
-from molt_hpc.weights.publish import GlooSender, view
+from molt_hpc.weights.publish import BucketSender, GlooSender, view
 from tests.weight_source import TensorSource
 
 SPECS = st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 7), max_size=3)), min_size=1, max_size=30)
@@ -64,13 +64,14 @@ class Source(TensorSource):
 
     def __init__(self, tensors, served=None):
         super().__init__(tensors)
-        self.served, self.taken = served or {}, 0
+        self.served, self.taken, self.gathered = served or {}, 0, [threading.Event() for _ in tensors]
 
     def metadata(self):
         return [(name, self.served.get(name, t.dtype), tuple(t.shape)) for name, t in self.tensors.items()]
 
     def __iter__(self):
         for item in self.tensors.items():
+            self.gathered[self.taken % len(self.gathered)].set()
             self.taken += 1
             yield item
 
@@ -138,6 +139,23 @@ def test_staging_takes_the_first_buckets_only_and_a_new_one_starts_from_the_fron
     sender.stage()
     outs, _ = transfer(sender, receivers=1)
     assert [b.view(torch.float32)[0].item() for b in outs[0]] == [i + 1 for i in range(10)]
+
+
+def test_buckets_are_gathered_and_packed_while_an_earlier_one_travels():
+    source, late = Source({f"t{i}": torch.full((64,), float(i)) for i in range(10)}), []
+
+    class ScriptedSender(BucketSender):
+        """Delivers a bucket only once the tensor after the buffered ones is gathered."""
+
+        def _deliver(self, bucket, buffer):
+            number = int(bucket.tensors[0].name[1:])
+            if not source.gathered[min(number + 1, 9)].wait(20):
+                late.append(number)
+
+    sender = ScriptedSender(source, WeightsConfig(backend="gloo", bucket_bytes=256), 0)
+    sender.stage()
+    sender.send()
+    assert source.taken == 10 and not late
 
 
 def test_a_receiver_that_leaves_fails_the_transfer_after_all_gathers_and_the_next_epoch_works():

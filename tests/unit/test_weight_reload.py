@@ -109,3 +109,63 @@ def test_wrappers_of_loaders_do_not_pile_up(updated):
             while hasattr(loader, "__wrapped__"):
                 loader, depths[-1][i] = loader.__wrapped__, depths[-1][i] + 1
     assert depths[1:] == depths[:-1]
+
+
+def test_layers_are_made_anew_in_the_same_memory_and_what_is_kept_of_it_is_left_alone(updated):
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    class Packs(QuantizeMethodBase):
+        """Keeps, of some layers, the weight that it was given, as a method does that packs nothing."""
+
+        def __init__(self, keeps):
+            self.keeps = keeps
+
+        def process_weights_after_loading(self, layer):
+            self.place = layer.weight.data_ptr()
+            self.kept = layer.weight.detach() if self.keeps else None
+
+        def create_weights(self, layer, *arguments, **options): ...
+
+        def apply(self, layer, *arguments, **options): ...
+
+    model, _, update = updated
+    methods = [Packs(number in (2, 3)) for number in range(6)]
+    for layers, method in zip(model.layers, methods, strict=True):
+        layers["down"].quant_method = method
+    for seed in range(2):
+        tensors = model.checkpoint(seed)
+        _, missing = update(tensors, parts=1)
+        assert not missing and model.holds(tensors)
+        for number in (2, 3):
+            assert torch.equal(methods[number].kept, tensors[f"layers.{number}.down.weight"].t())
+        places = [method.place for method in methods]
+        assert places[0] == places[1] == places[2] and places[4] == places[5] and len(set(places)) == 3
+
+
+def test_a_bucket_arrives_while_the_one_before_it_is_loaded():
+    import threading
+
+    from molt_hpc.weights.receive import Reported
+
+    arrived, late, used = [threading.Event() for _ in range(6)], [], []
+
+    class ScriptedEngine(Reported):
+        """Loads a bucket only once the next one has arrived; its group and its model are scripted."""
+
+        init_transfer_engine = receive_weights = shutdown = load_adapted = keep_pending = lambda *_: None
+
+        def __init__(self):
+            self.reload = self
+
+        def load(self, tensors):
+            if not arrived[min(tensors + 1, 5)].wait(20):
+                late.append(tensors)
+
+    def arriving(free):
+        for number, event in enumerate(arrived):
+            used.append(free.get(timeout=20))
+            event.set()
+            yield number, used[-1]
+
+    ScriptedEngine().load_all(arriving, ["first", "second"])
+    assert not late and used == ["first", "second"] * 3
