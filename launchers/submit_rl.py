@@ -49,6 +49,7 @@ class SlurmOptions:
     gpus: int = opt(0, "GPUs of each training node")
     rollout_cpus: int | None = opt(None, "cores of each rollout node; unset: as cpus (heterogeneous jobs)")
     rollout_gpus: int | None = opt(None, "GPUs of each rollout node; unset: as gpus (heterogeneous jobs)")
+    restarts: int = opt(10, "how often a job that has used up its time is handed in again, to go on")
     folder: str | None = opt(None, "folder of submitit's files; unset: <output_dir>.submitit")
     wait: bool = opt(False, "wait for the end and print the result")
 
@@ -105,10 +106,9 @@ class TrainingExecutor(SlurmExecutor):
 
     job_class = TrainingSlurmJob
 
-    def __init__(self, folder: str | Path, component: dict[str, Any] | None = None):
+    def __init__(self, folder: str | Path, component: dict[str, Any] | None, restarts: int):
         # exec: the signal before the time limit goes to the batch process only, which must be Python.
-        # max_num_timeout 0: a run that used up its time would only start again from nothing.
-        super().__init__(folder, max_num_timeout=0, python="exec " + shlex.quote(sys.executable))
+        super().__init__(folder, max_num_timeout=restarts, python="exec " + shlex.quote(sys.executable))
         self.component = component
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
@@ -136,7 +136,7 @@ def submit(config: RunConfig, slurm: SlurmOptions | None = None, program: tuple[
         config.check()
         check_inputs(config)
     folder = Path(slurm.folder or f"{run}.submitit") / "%j"
-    executor = TrainingExecutor(folder, rollout_component(config, slurm) if slurm.het else None)
+    executor = TrainingExecutor(folder, rollout_component(config, slurm) if slurm.het else None, slurm.restarts)
     nodes = config.actor.num_nodes + (0 if slurm.het else config.rollout.num_nodes)
     chosen = {k: getattr(slurm, k) for k in ("partition", "account", "qos", "constraint") if getattr(slurm, k)}
     size = {"cpus_per_task": slurm.cpus} if slurm.cpus else {"exclusive": True}

@@ -26,7 +26,7 @@ USAGE = """usage: python -m molt_hpc COMMAND ...
 
 started by run, one per role: broker, actor, rollout
 
-exit codes of run: 0 done, 1 failed or stopped. `run --help` lists all options.
+exit codes of run: 0 done, 1 failed or stopped, 75 stopped before the time limit and handed in to Slurm again. `run --help` lists all options.
 """
 
 BROKER = ("--broker", "address of the broker")
@@ -36,9 +36,11 @@ NODE_RANK = ("--node-rank", "rank of this node in its role; unset: Slurm's SLURM
 def cmd_run(words: list[str]) -> int:
     """Check everything, make the run folder, supervise the run to its end."""
     from molt_hpc.slurm.preflight import check_run_folder, preflight
+    from molt_hpc.slurm.requeue import take_up
     from molt_hpc.slurm.run_folder import open_run_folder
     from molt_hpc.slurm.supervisor import Supervisor
     config = _load_run_config("run", words)
+    take_up(config, os.environ)
     check_run_folder(Path(config.output_dir), config.ckpt.resume)
     topology = preflight(config, os.environ)
     run_id, attempt, logs = open_run_folder(config, topology, [sys.executable, "-m", "molt_hpc", "run", *words], os.environ)

@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import ctypes
 import os
+import resource
 import select
 import shutil
 import signal
@@ -34,6 +35,9 @@ KILL_PATIENCE = 5.0
 """Seconds after KILL until the guard gives up on a process (one that hangs in the kernel)."""
 TICK = 0.25
 """Seconds between two looks at the parent; ends of children and signals wake the guard at once."""
+
+OPEN_FILES = 65536
+"""Open files that a command may have, as far as the hard limit goes: login shells give 1,024, too few for as many sessions or workers."""
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -59,6 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("command", nargs="+", metavar="CMD")
     args = parser.parse_args(argv)
     owner = args.owner or os.getppid()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     from_watcher, to_keeper = os.pipe()
     keeper = os.fork()

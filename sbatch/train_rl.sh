@@ -13,7 +13,7 @@
 #SBATCH --job-name=molt_hpc
 #SBATCH --output=%x-%j.out
 #SBATCH --open-mode=append
-#SBATCH --no-requeue
+#SBATCH --requeue
 #SBATCH --signal=B:USR1@120
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1

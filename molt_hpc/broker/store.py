@@ -105,13 +105,13 @@ def snapshot(ledger: Ledger, places: Places) -> dict[str, Any]:
     """What a segment starts with; every event before it has been journalled."""
     assert not ledger.events(), "a snapshot was taken before the last events were journalled"
     rows = [[*key, place.segment, place.offset, list(place.lengths)] for key, place in places.items()]
-    return {"ledger": ledger.snapshot(), "rollouts": rows}
+    return {"config": vars(ledger.config), "ledger": ledger.snapshot(), "rollouts": rows}
 
 
 def recover(folder: Path, config: LedgerConfig, now: float) -> tuple[Ledger, Places, int]:
     """(ledger, places, number of the next segment) as of the last whole record; leases are taken back.
 
-    An empty folder gives an empty ledger. Raises JournalError if the journal is damaged or does not fit the configuration.
+    An empty folder gives an empty ledger. `config` holds from here on. Raises JournalError if the journal is damaged.
     """
     numbers = segments(folder)
     if not numbers:
@@ -120,7 +120,10 @@ def recover(folder: Path, config: LedgerConfig, now: float) -> tuple[Ledger, Pla
     first, _ = next(records, ({}, None))
     if first.get("kind") != "snapshot":
         raise JournalError(f"{folder}: segment {numbers[-1]} does not start with a snapshot")
-    ledger = Ledger.from_snapshot(config, first["state"]["ledger"])
+    try:
+        ledger = Ledger.from_snapshot(LedgerConfig(**first["state"]["config"]), first["state"]["ledger"])
+    except (KeyError, TypeError) as error:
+        raise JournalError(f"{folder}: segment {numbers[-1]} comes from another version of molt_hpc; go on with that: {error!r}") from error
     places = {(group, sample): Place(segment, offset, tuple(lengths)) for group, sample, segment, offset, lengths in first["state"]["rollouts"]}
     for record, place in records:
         try:
@@ -130,6 +133,7 @@ def recover(folder: Path, config: LedgerConfig, now: float) -> tuple[Ledger, Pla
         if record["kind"] == "finish":
             places[record["group"], record["sample"]] = place
     forget_ended(ledger, places)
+    ledger.config = config  # only now: what is in the journal was decided within the bounds of its time
     ledger.recover(now)
     ledger.events()  # the new segment's snapshot holds it
     return ledger, places, numbers[-1] + 1

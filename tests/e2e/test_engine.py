@@ -1,6 +1,7 @@
 """A real vLLM server: what the rollout worker relies on."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -31,16 +32,22 @@ def with_engine(config: RunConfig, tmp_path, body):
     return asyncio.run(main())
 
 
-def test_long_seeded_prompts_survive_and_one_seed_gives_one_answer(tmp_path, tiny_qwen3):
+def test_long_seeded_prompts_and_idle_connections_survive_and_one_seed_gives_one_answer(tmp_path, tiny_qwen3):
     config = small_config(tmp_path, tiny_qwen3)
     config.data.max_len = 4096
     prompts = [[int(t) for t in np.random.default_rng(i).integers(10, 300, 2500)] for i in range(3)]
 
     async def body(engine):
+        idle = await asyncio.open_unix_connection(engine.socket)
+        assert b" 200 " in await health(*idle)
+        idle_until = time.monotonic() + 6  # vLLM's own limit is five seconds
         first = await asyncio.gather(*(generate(engine, p, 8, 1.0, 5, f"a{i}") for i, p in enumerate(prompts)))
         second = await asyncio.gather(*(generate(engine, p, 8, 1.0, 5, f"b{i}") for i, p in enumerate(prompts)))
         other = await generate(engine, prompts[0], 8, 1.0, 6, "c")
         nucleus = await generate(engine, prompts[0][:40], 60, 0.8, 5, "d", top_p=0.9, top_k=200)
+        await asyncio.sleep(max(0.0, idle_until - time.monotonic()))
+        assert b" 200 " in await health(*idle)
+        idle[1].close()
         return first, second, other, nucleus
 
     first, second, other, nucleus = with_engine(config, tmp_path, body)
@@ -50,6 +57,11 @@ def test_long_seeded_prompts_survive_and_one_seed_gives_one_answer(tmp_path, tin
     assert other.token_ids.tolist() != first[0].token_ids.tolist()
     ratio = np.exp(over_nucleus(tiny_qwen3, prompts[0][:40], nucleus.token_ids, 0.8, 0.9, 200) - nucleus.logprobs)
     assert np.abs(ratio - 1).max() < 1e-5
+
+
+async def health(reader, writer) -> bytes:
+    writer.write(b"GET /health HTTP/1.1\r\nHost: engine\r\n\r\n")
+    return await reader.readuntil(b"\r\n\r\n")
 
 
 def over_nucleus(folder, prompt, sampled, temperature: float, top_p: float, top_k: int) -> np.ndarray:

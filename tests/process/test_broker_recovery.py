@@ -12,6 +12,7 @@ import pytest
 
 from molt_hpc import wire
 from molt_hpc.broker.client import BrokerClient
+from molt_hpc.config import dump
 from tests.process_run import small_config
 from tests.scripted import BrokerGone, BrokerProcess, RunStopped, made_rollout
 
@@ -142,6 +143,20 @@ def test_a_broker_killed_while_it_starts_loses_nothing(started, tmp_path):
         broker.kill()
     broker.start()
     assert run_attempt(broker, batches, None)
+    trained = Counter((r.prompt.ordinal, r.sample) for rollouts in batches.values() for r in rollouts)
+    assert trained == Counter((o, s) for o in range(40) for s in (0, 1))
+
+
+@pytest.mark.slow
+def test_a_resumed_run_may_end_earlier_or_later_than_it_was_to(started, tmp_path):
+    config, batches = configured(tmp_path, prompts=40), {}
+    broker = started(config)
+    assert not run_attempt(broker, batches, 45) and len(batches) > 2
+    begun = len(batches)
+    for config.train.max_steps, steps in ((1, begun), (8, 8), (0, 10)):
+        (broker.run / "config.toml").write_text(dump(config))
+        broker.start()
+        assert run_attempt(broker, batches, None) and len(batches) == steps
     trained = Counter((r.prompt.ordinal, r.sample) for rollouts in batches.values() for r in rollouts)
     assert trained == Counter((o, s) for o in range(40) for s in (0, 1))
 

@@ -50,9 +50,13 @@ def test_several_rollout_components_number_their_workers_through(submit):
     assert hosts == {"actor@0": "n1", "rollout_n0@0": "n2", "rollout_n1@1": "n3", "rollout_n2@2": "n4"}
 
 
-def test_plain_allocation_is_split_by_node(submit):
-    job = submit(["-N3", "--ntasks-per-node=1", "-c4"], {"broker": {"steps": 2}}, NODES)
+def test_plain_allocation_is_split_by_node_and_goes_on_after_its_time_limit(submit):
+    job = submit(["--requeue", "-N3", "--ntasks-per-node=1", "-c4"], {"broker": {"steps": 30}}, NODES)
+    job.wait_for_text("step 1 ")
+    subprocess.run(["scancel", "--batch", "--signal=USR1", job.job_id], check=True, timeout=60)
+    job.wait_for_text("stopped and handed in again after step")
     assert job.wait_end() == "COMPLETED 0:0"
+    assert "done after step 30" in (job.run / "logs/attempt_2/supervisor.log").read_text()
     assert {name: record["host"] for name, record in job.placed().items()} == {"actor@0": "n1", "actor@1": "n2", "rollout_n0@0": "n3"}
 
 
@@ -133,6 +137,26 @@ def test_a_dead_node_ends_the_job_and_is_named(submit, cluster):
         wait_until(lambda: "molt_hpc: error:" in job.output, "the supervisor's message", 20, job)
         assert f"stopped by SIGTERM: node failure on {node}" in job.output
     finally:
-        subprocess.run([LOCAL_SLURM, "--dir", cluster, "start-node", node], check=True, timeout=60)
-        wait_until(lambda: len(subprocess.run(["sinfo", "-h", "-N", "-t", "idle"], capture_output=True, text=True).stdout.split("\n")) == 5,
-                   "the node's return", 60)
+        bring_back(cluster, node)
+
+
+def test_a_job_goes_on_after_the_end_of_its_batch_node_and_without_the_steps_of_before(submit, cluster):
+    job = submit(["--requeue", "-N1", "-c2", ":", "-N1", "-c2"], {"broker": {"steps": 30}})
+    job.wait_for_text("the run begins")
+    older = subprocess.Popen(["srun", f"--jobid={job.job_id}", "--het-group=1", "--overlap", "-n1", "sleep", "600"])
+    node = job.placed()["actor@0"]["host"]
+    subprocess.run([LOCAL_SLURM, "--dir", cluster, "kill-node", node], check=True, timeout=60)
+    try:
+        assert older.wait(120) != 0 and "done after step" not in job.output
+        assert job.wait_end() == "COMPLETED 0:0"
+        assert job.placed()["actor@0"]["host"] != node and len(job.placed()) == 2
+        assert "done after step 30" in (job.run / "logs/attempt_2/supervisor.log").read_text()
+    finally:
+        older.kill()
+        bring_back(cluster, node)
+
+
+def bring_back(cluster: str, node: str) -> None:
+    subprocess.run([LOCAL_SLURM, "--dir", cluster, "start-node", node], check=True, timeout=60)
+    wait_until(lambda: len(subprocess.run(["sinfo", "-h", "-N", "-t", "idle"], capture_output=True, text=True).stdout.split("\n")) == 5,
+               "the node's return", 60)

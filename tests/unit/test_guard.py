@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from molt_hpc.guard import descendants, guarded
+from molt_hpc.guard import OPEN_FILES, descendants, guarded
 from molt_hpc.slurm.leftovers import RUN_ID, end_processes, find_processes
 
 # a child that daemonises and one that stays, both deaf to TERM; then the main process says that all run
@@ -72,6 +74,12 @@ def keeper_of(guard: subprocess.Popen) -> int:
                                            (["sh", "-c", "kill -TERM $$"], 143), (["/no/such/program"], 127)])
 def test_exit_code_is_the_commands(command, code):
     assert subprocess.run(guarded(command)).returncode == code
+
+
+def test_a_command_may_have_more_open_files_than_a_login_shell():
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    line = ["sh", "-c", f"ulimit -Sn 300; exec {shlex.join(guarded(['sh', '-c', 'ulimit -Sn']))}"]
+    assert int(subprocess.run(line, capture_output=True, check=True).stdout) == min(hard, OPEN_FILES)
 
 
 def test_descendants_end_with_the_command(tmp_path, tagged):
