@@ -50,13 +50,20 @@ def test_several_rollout_components_number_their_workers_through(submit):
     assert hosts == {"actor@0": "n1", "rollout_n0@0": "n2", "rollout_n1@1": "n3", "rollout_n2@2": "n4"}
 
 
-def test_plain_allocation_is_split_by_node_and_goes_on_after_its_time_limit(submit):
-    job = submit(["--requeue", "-N3", "--ntasks-per-node=1", "-c4"], {"broker": {"steps": 30}}, NODES)
+def goes_on_after_its_time_limit(job) -> bool:
     job.wait_for_text("step 1 ")
     subprocess.run(["scancel", "--batch", "--signal=USR1", job.job_id], check=True, timeout=60)
     job.wait_for_text("stopped and handed in again after step")
-    assert job.wait_end() == "COMPLETED 0:0"
-    assert "done after step 30" in (job.run / "logs/attempt_2/supervisor.log").read_text()
+    return job.wait_end() == "COMPLETED 0:0" and "done after step 30" in (job.run / "logs/attempt_2/supervisor.log").read_text()
+
+
+def test_a_heterogeneous_job_goes_on_after_its_time_limit(submit):
+    assert goes_on_after_its_time_limit(submit(["--requeue", "-N1", "-c2", ":", "-N1", "-c2"], {"broker": {"steps": 30}}))
+
+
+def test_plain_allocation_is_split_by_node_and_goes_on_after_its_time_limit(submit):
+    job = submit(["--requeue", "-N3", "--ntasks-per-node=1", "-c4"], {"broker": {"steps": 30}}, NODES)
+    assert goes_on_after_its_time_limit(job)
     assert {name: record["host"] for name, record in job.placed().items()} == {"actor@0": "n1", "actor@1": "n2", "rollout_n0@0": "n3"}
 
 
