@@ -239,7 +239,7 @@ class WeightsConfig:
 @dataclass
 class BrokerConfig:
     lease_timeout: float = opt(600.0, "seconds without progress after which a rollout is leased again")
-    heartbeat_timeout: float = opt(60.0, "seconds of silence after which a worker counts as dead")
+    heartbeat_timeout: float = opt(60.0, "seconds of silence after which a worker counts as dead, and to a worker the broker")
     max_attempts: int = opt(3, "infrastructure faults of one rollout before it counts as failed")
     max_worker_faults: int = opt(8, "infrastructure faults in a row (those of one moment count once) after which a worker gets no more leases")
     max_filtered_groups: int = opt(1000, "groups filtered in a row that stop the run")

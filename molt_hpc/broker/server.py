@@ -273,6 +273,8 @@ class Broker:
         peer.progress = {k: message.fields.get(k) for k in ("running", "rollouts", "sampled_tokens")}
         for group, sample, attempt in message.fields.get("progress", ()):
             self.ledger.progress(group, sample, attempt, time.time())
+        if request:
+            self._reply(peer.identity, request, "alive", {})
 
     def on_drain(self, peer: Peer, message: wire.Message, request: int) -> None:
         peer.draining, peer.credits = True, 0

@@ -50,6 +50,8 @@ class Worker:
         self.tasks: set[asyncio.Task] = set()
         self.tokens = 0
         self.draining = False
+        self.silence = 0.0
+        """Seconds that the broker has said nothing for, as this process counts them: its own standstill is none of the broker's."""
         self.window, self.producer = Window(), Producer(run, self.name)
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -109,7 +111,7 @@ class Worker:
     async def _receive(self) -> None:
         while True:
             message = await self.client.receive()
-            fields = message.fields
+            fields, self.silence = message.fields, 0.0
             if message.kind == "leases":
                 for lease in fields["accepted"]:
                     self.window.release(lease)
@@ -158,12 +160,16 @@ class Worker:
         self._end("drained")
 
     async def _heartbeat(self) -> None:
-        while True:
+        """Report to the broker; a broker that has not said anything for a while is asked to, and has to."""
+        patience = self.config.broker.heartbeat_timeout
+        while self.silence <= patience:
             running = [episode.lease for _, episode in self.leases.values() if episode.progressed(time.monotonic() - HEARTBEAT)]
             alive = [[lease.group_id, lease.sample, lease.attempt] for lease in running]
             await self.client.send("heartbeat", {"running": sum(k.engine.running for k in self.keepers.values()), "rollouts": len(self.leases),
-                                                 "sampled_tokens": self.tokens, "progress": alive})
+                                                 "sampled_tokens": self.tokens, "progress": alive, "request": int(self.silence > patience / 3)})
             await asyncio.sleep(HEARTBEAT)
+            self.silence += HEARTBEAT
+        raise RuntimeError(f"the broker has been silent for {patience:.0f} s (broker.heartbeat_timeout)")
 
     async def _run_lease(self, episode: Episode) -> None:
         """Run a lease to its end; whatever that is, the broker hears of it and gets the credit back."""
