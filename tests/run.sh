@@ -18,5 +18,11 @@ fi
 if ! [ -d .venv/triton ]; then  # in a folder of its own: only one test's server is to see it, see tests/interpreted_vllm.py
     .venv/bin/python -m pip install -q --no-deps --target .venv/triton triton==3.7.1 || echo "triton could not be installed: one test will be skipped"
 fi
+if ! [ -d .venv/verifiers ]; then  # an environment of its own: it needs an older openai, and sees everything else of the first one
+    .venv/bin/python -m venv --without-pip .venv/verifiers
+    realpath .venv/lib/python3*/site-packages >"$(echo .venv/verifiers/lib/python3*/site-packages)/outer.pth"
+    .venv/verifiers/bin/python -m pip install -q --no-warn-conflicts verifiers==0.4.0 ||
+        { rm -rf .venv/verifiers; echo "verifiers could not be installed: one test will be skipped"; }
+fi
 # two files of tests at a time: most of them wait for servers and ranks to start
 exec .venv/bin/python -m pytest --durations=15 -n 2 --dist loadgroup --no-loadscope-reorder "$@"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -129,8 +132,14 @@ def test_a_reasoning_gym_task_is_scored_by_its_own_rule(play):
         assert done.outcome.reward >= reward if reward else done.outcome.reward < 1.0
 
 
-def test_a_verifiers_task_is_played_by_its_own_harness_and_scored_by_its_own_rule(play, tmp_path):
-    pytest.importorskip("verifiers.v1")
+def test_a_verifiers_task_is_played_by_its_own_harness_and_scored_by_its_own_rule(play, tmp_path, request):
+    if find_spec("verifiers") is None:
+        python = Path(sys.prefix, "verifiers", "bin", "python")  # tests/run.sh makes this environment
+        if not python.exists():
+            pytest.skip("verifiers is not installed here")
+        done = subprocess.run([python, "-m", "pytest", f"{__file__}::{request.node.originalname}"], capture_output=True, text=True, timeout=300)
+        assert "1 passed" in done.stdout, done.stdout + done.stderr
+        return
     (tmp_path / "sums_taskset.py").write_text('''
 import verifiers.v1 as vf
 
