@@ -267,6 +267,7 @@ class LaunchConfig:
     cpus_per_node: int | None = opt(None, "cores that the planned threads may use; unset: what Slurm or the machine gives")
     roll_call_timeout: float = opt(900.0, "seconds until every role must have reported")
     max_restarts: int = opt(3, "times that a rollout role is started again after it died while the run goes on")
+    save_grace: float = opt(60.0, "seconds that the actor has, before the job's time limit, to end its step and to save")
     stop_grace: float = opt(10.0, "seconds between asking a role to end and killing it")
     socket_dir: str | None = opt(None, "parent of the folder of Unix sockets; unset: the node's temporary folder")
     pass_env: list[str] = opt([], "further environment variables that the roles inherit; * matches any text")

@@ -10,6 +10,9 @@
 #   sbatch -p gpu -N2 --gpus-per-node=8 : -p gpu -N4 --gpus-per-node=8 sbatch/train_rl.sh my_run.toml \
 #       --actor.num_nodes 2 --actor.num_procs_per_node 8 --rollout.num_nodes 4 --vllm.num_engines 32
 #
+# Before its time limit the job saves and is handed in again. A step and a checkpoint that take more than a minute need an
+# earlier signal: --signal=B:USR1@900 --launch.save_grace 800.
+#
 #SBATCH --job-name=molt_hpc
 #SBATCH --output=%x-%j.out
 #SBATCH --open-mode=append

@@ -6,6 +6,9 @@
 #
 # Arguments and Python: as in train_rl.sh.
 #
+# Before its time limit the job saves and is handed in again. A step and a checkpoint that take more than a minute need an
+# earlier signal: --signal=B:USR1@900 --launch.save_grace 800.
+#
 #SBATCH --job-name=molt_hpc
 #SBATCH --output=%x-%j.out
 #SBATCH --open-mode=append

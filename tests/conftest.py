@@ -50,9 +50,20 @@ def tiny_qwen3(tiny_models) -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole folders are slow: they start training ranks, model servers or a Slurm, of which there is one. Tests of a file run one by one."""
+    """Whole folders are slow: they start training ranks, model servers or a Slurm."""
     for item in items:
-        folder = item.path.parent.name
-        item.add_marker(pytest.mark.xdist_group("slurm" if folder == "slurm" else item.path.stem))
-        if folder in ("train", "e2e", "slurm"):
+        if item.path.parent.name in ("train", "e2e", "slurm"):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """With -n: a file's tests run one after the other in one process, and so do all that need the one Slurm."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "slurm" if "slurm/" in file else file
+
+    return ByFile(config, log)

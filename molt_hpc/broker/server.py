@@ -60,6 +60,8 @@ class Broker:
         self.outcomes: deque[bool] = deque(maxlen=FAULT_WINDOW)
         self.answers: dict[bytes, dict[str, list[Any]]] = {}
         self.batch_request: tuple[bytes, int, float] | None = None
+        self.save_asked: tuple[bytes, int] | None = None
+        self.save_told = False
         self.stale = False
         self.engines_lost: list[str] = []
         self.next_report = 0.0
@@ -257,6 +259,12 @@ class Broker:
         self.fail(str(message.fields.get("reason", "stopped")))
         return {}
 
+    def on_save(self, peer: Peer, message: wire.Message, request: int) -> None:
+        """The run is about to be stopped: answered when the actor has saved what it has trained."""
+        if self.phase != "running":
+            raise Refused(f"the run is in its phase {self.phase}: there is nothing to save")
+        self.save_asked = (peer.identity, request)
+
     def on_publish(self, peer: Peer, message: wire.Message, request: int) -> HANDLED:
         self.board[message.fields["key"]] = message.fields["value"]
         return {}
@@ -386,10 +394,13 @@ class Broker:
         self.outgoing.got(int(message.fields["nbytes"]))
 
     def _ship(self) -> None:
-        """Answer the actor's `next_batch`: with a batch, with the end, or by asking for the weights to be sent again."""
+        """Answer the actor's `next_batch`: with a batch, with the end, or by asking it to save or to send the weights again."""
         if self.batch_request is None:
             return
         identity, request, _ = self.batch_request
+        if self.save_asked or self.save_told:
+            self._save_first(identity, request)
+            return
         step = self.ledger.trained_steps + 1
         again = self.ledger.batch(step)  # shipped before, but its step was never reported: after a restart
         shipped = (step, again) if again else self.ledger.ship()
@@ -405,6 +416,16 @@ class Broker:
         elif self.stale and self.fleet.stale_engines(self.ledger.current_version):  # `stale` since not every turn may ask thousands
             self.batch_request = None
             self._reply(identity, request, "republish", {"version": self.ledger.current_version})
+
+    def _save_first(self, identity: bytes, request: int) -> None:
+        """The actor has asked for a batch: it saves instead. When it has, it asks once more, and is given nothing."""
+        if self.save_told:
+            if self.save_asked is not None:
+                self._reply(*self.save_asked, "ok", {"step": self.ledger.trained_steps})
+            self.save_asked = None
+            return
+        self.save_told, self.batch_request = True, None
+        self._reply(identity, request, "save", {})
 
     def on_trained(self, peer: Peer, message: wire.Message, request: int) -> HANDLED:
         step = message.fields["step"]

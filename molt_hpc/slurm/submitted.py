@@ -18,8 +18,8 @@ from typing import Any
 from molt_hpc.guard import guarded
 
 RUN_PROGRAM = (sys.executable, "-m", "molt_hpc", "run")
-STOP_PATIENCE = 60.0
-"""Seconds that an interrupted run may need for its orderly stop."""
+STOP_PATIENCE = 100.0
+"""Seconds that an interrupted run may need to save and for its orderly stop."""
 
 
 def read_result(run: Path) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class TrainingJob:
         with tempfile.TemporaryDirectory() as folder:
             config, errors = Path(folder) / "config.toml", Path(folder) / "errors"
             config.write_text(self.config_text)
-            argv = guarded([*self.program, str(config), "--output_dir", str(run), "--ckpt.resume"], grace=STOP_PATIENCE / 2, owner=os.getpid())
+            argv = guarded([*self.program, str(config), "--output_dir", str(run), "--ckpt.resume"], grace=STOP_PATIENCE / 3, owner=os.getpid())
             with open(errors, "wb") as stream:
                 self._child = subprocess.Popen(argv, stderr=stream)
                 while self._child.poll() is None:
@@ -71,7 +71,7 @@ class TrainingJob:
         """Called by submitit before the job is taken away: stop the run, then name what to run after a requeue."""
         from submitit.helpers import DelayedSubmission
         if self._child is not None:
-            self._child.send_signal(signal.SIGTERM)  # not SIGUSR1: it would hand the job in as well
+            self._child.send_signal(signal.SIGUSR2)  # not SIGUSR1: it would hand the job in as well
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(STOP_PATIENCE)
         return DelayedSubmission(replace(self, _child=None))

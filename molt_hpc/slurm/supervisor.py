@@ -40,7 +40,10 @@ SLURM_REASON_WAIT = 1.0
 TAKE_DOWN = 2 * GUARD_GRACE + KILL_PATIENCE + 2
 """Seconds that the guards may need to take a role down."""
 STOP_SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "SIGINT", signal.SIGHUP: "SIGHUP",
-                signal.SIGUSR1: "SIGUSR1: the job's time limit is near or it is preempted"}
+                signal.SIGUSR1: "SIGUSR1: the job's time limit is near or it is preempted",
+                signal.SIGUSR2: "SIGUSR2: the job is about to be interrupted"}
+SAVING = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that leave time to save; after the first one the run hands its job in again itself."""
 
 DONE, FAILED, HANDED_IN = 0, 1, 75
 ENDS = {DONE: "done", FAILED: "failed", HANDED_IN: "stopped and handed in again"}
@@ -99,11 +102,22 @@ class Supervisor:
     def _check_asked(self) -> None:
         if self.asked is None:
             return
+        if self.asked in SAVING and self.client is not None and self.status["phase"] == "running":
+            self._save()
         deadline, reason = time.monotonic() + SLURM_REASON_WAIT, ""
         while self.asked == signal.SIGTERM and self.topology.launcher == "srun" and time.monotonic() < deadline:
             reason = max((handle.slurm_reason() for handle in self.roles), key=len, default="")  # the longest one names the node
             time.sleep(LOOK)
         raise Failure(f"stopped by {STOP_SIGNALS[self.asked]}" + (f": {reason}" if reason else ""))
+
+    def _save(self) -> None:
+        """Have the actor save, so that the next attempt need not train again what was trained since the last checkpoint."""
+        grace = self.config.launch.save_grace
+        self.console.say(f"waiting up to {grace:.0f} s (launch.save_grace) for the actor to end its step and to save")
+        try:
+            self.console.say(f"saved after step {self.client.request('save', timeout=grace)['step']}")
+        except (TimeoutError, Refused, RunStopped) as error:
+            self.console.say(f"not saved: {error}")
 
     # starting ------------------------------------------------------------------------------
 

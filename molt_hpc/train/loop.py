@@ -35,7 +35,7 @@ from molt_hpc.weights.publish import make_sender
 
 log = logging.getLogger(__name__)
 
-END, BATCH, WAIT, PUBLISH = 0, 1, 2, 3
+END, BATCH, WAIT, PUBLISH, SAVE = range(5)
 
 
 class Loop:
@@ -93,7 +93,7 @@ class Loop:
         return announce(code, self.actor.device)
 
     def _next(self) -> tuple[int, bytes | None]:
-        """What comes next on all ranks: BATCH with its bytes on rank 0, PUBLISH, or END."""
+        """What comes next on all ranks: BATCH with its bytes on rank 0, PUBLISH, SAVE, or END."""
         code, raw = self._ask() if self.client else (END, None)
         code = self._announce(code)
         while code == WAIT:
@@ -104,8 +104,11 @@ class Loop:
         """Train one batch and publish; False at the end of the run."""
         started = time.monotonic()
         code, raw = self._next()
-        while code == PUBLISH:  # engines have joined that serve nothing yet
-            self.publisher.publish(self.version)
+        while code in (PUBLISH, SAVE):  # engines have joined that serve nothing yet; the run is about to be stopped
+            if code == PUBLISH:
+                self.publisher.publish(self.version)
+            else:
+                self._save()
             code, raw = self._next()
         if code == END:
             return False
@@ -142,7 +145,7 @@ class Loop:
         limit = self.config.agent.timeout * broker.max_attempts + broker.lease_timeout + 600
         message = self.client.call("next_batch", timeout=limit, waiting=lambda: self._announce(WAIT))
         if message.kind != "batch":
-            return {"end": END, "republish": PUBLISH}[message.kind], None
+            return {"end": END, "republish": PUBLISH, "save": SAVE}[message.kind], None
         rollouts = []
         for _ in range(message.fields["rollouts"]):
             part = resolve(self.run, self.client.receive("rollout", timeout=60))

@@ -120,6 +120,13 @@ def test_nothing_is_left_after_the_run(finished):
     assert os.listdir(config.launch.socket_dir) == []
 
 
+def wait_for_steps(process: subprocess.Popen, run: Path, count: int) -> None:
+    deadline = time.monotonic() + 400
+    while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < count:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.05)
+
+
 def find_victim(run: Path, role: str) -> int:
     """The process to kill: a training rank, the broker, or the worker."""
     marks = {"actor": "molt_hpc.train.loop", "broker": "molt_hpc broker", "rollout": "molt_hpc rollout"}
@@ -137,10 +144,7 @@ def test_killing_a_role_ends_the_job_with_its_name_and_leaves_nothing(tmp_path, 
     config.launch.socket_dir = str(tmp_path / "sockets")
     (tmp_path / "sockets").mkdir()
     process, run = start(config, tmp_path), Path(config.output_dir)
-    deadline = time.monotonic() + 400
-    while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.5)
+    wait_for_steps(process, run, 1)
     os.kill(find_victim(run, role), signal.SIGKILL)
     killed = time.monotonic()
     output, _ = process.communicate(timeout=120)
@@ -148,6 +152,25 @@ def test_killing_a_role_ends_the_job_with_its_name_and_leaves_nothing(tmp_path, 
     assert time.monotonic() - killed < 60
     assert role in next(line for line in output.splitlines() if "error" in line.lower()), output
     assert processes_of(run) == [] and os.listdir(config.launch.socket_dir) == []
+
+
+def test_a_run_that_is_told_of_its_time_limit_saves_and_goes_on_from_there(tmp_path, tiny_qwen3):
+    config = small_config(tmp_path, tiny_qwen3, prompts=40)
+    config.train.max_lag = 1
+    process, run = start(config, tmp_path), Path(config.output_dir)
+    wait_for_steps(process, run, 2)
+    process.send_signal(signal.SIGUSR1)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1 and "stopped by SIGUSR1" in output
+    steps = len(read_metrics(run))
+    assert f"saved after step {steps}" in output and (run / "checkpoints" / f"step_{steps:06d}" / "DONE").exists()
+    assert 2 <= steps < 10
+    config.ckpt.resume = True
+    again = start(config, tmp_path)
+    output, _ = again.communicate(timeout=500)
+    assert again.returncode == 0, output
+    assert [r["step"] for r in read_metrics(run)] == list(range(1, 11)) and not any(r.get("replayed") for r in read_metrics(run))
+    assert sorted(o for step in range(1, 11) for o in read_shard(run, step).group_ordinal.tolist()) == list(range(40))
 
 
 def kill_all(process: subprocess.Popen, run: Path) -> None:
@@ -164,10 +187,7 @@ def test_a_run_whose_processes_are_all_killed_goes_on_and_trains_every_prompt_on
     config = small_config(tmp_path, tiny_qwen3, prompts=22)
     config.actor.adam.lr, config.ckpt.save_steps, config.train.max_lag = 1e-3, 2, 1
     process, run = start(config, tmp_path), Path(config.output_dir)
-    deadline = time.monotonic() + 400
-    while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < 3:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.05)
+    wait_for_steps(process, run, 3)
     kill_all(process, run)
     process.communicate(timeout=60)
     before = {r["step"]: r for r in read_metrics(run)}

@@ -100,6 +100,10 @@ class ScriptedBroker:
             missing = [name for name in self.expected if name not in self.ready]
             reply = {"phase": self.phase, "reason": self.reason, "missing": missing, "step": self.step, "version": self.step,
                      "step_lines": self.lines[fields.get("lines_from", 0):]}
+        elif message.kind == "save":
+            if not self.own.get("saves", True):
+                return
+            reply = {"step": self.step}
         elif message.kind == "stop":
             self.phase, self.reason = "failed", fields["reason"]
         elif message.kind == "publish":

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -103,6 +104,37 @@ def test_a_run_trains_every_prompt_once_and_ends_by_itself(broker):
     assert broker.join() == 0 and worker.join(5) is None and worker.reason == "the run is done"
     assert [r["groups_trained"] for r in broker.records] == [4, 2]
     assert all(r["ledger_balance"] == 0 for r in broker.records)
+
+
+def test_before_a_stop_the_actor_saves_once_and_gets_no_other_batch(broker):
+    worker, client, supervisor, answers = ScriptedWorker(broker), actor(broker), BrokerClient(broker.run, broker.address, "tool", "t", 1), []
+    publish(client, 0)
+    asking = threading.Thread(target=lambda: answers.append(supervisor.request("save", timeout=20)))
+    reply = client.call("next_batch", timeout=20)
+    for _ in range(reply.fields["rollouts"]):
+        client.receive("rollout", 5)
+    asking.start()
+    time.sleep(0.3)
+    client.request("trained", {"step": 1})
+    publish(client, 1)
+    assert client.call("next_batch", timeout=20).kind == "save"
+    assert not answers
+    with pytest.raises(TimeoutError):
+        client.call("next_batch", timeout=1)
+    asking.join(5)
+    assert answers[0]["step"] == 1
+    supervisor.request("stop", {"reason": "the time is over"})
+    with pytest.raises(RunStopped, match="the time is over"):
+        client.call("next_batch", timeout=5)
+    assert broker.join() == 1 and worker.join(5) is None
+    supervisor.close()
+
+
+def test_there_is_nothing_to_save_before_the_run_has_begun(broker):
+    supervisor = BrokerClient(broker.run, broker.address, "tool", "t", 1)
+    with pytest.raises(Refused, match="roll_call: there is nothing to save"):
+        supervisor.request("save", timeout=5)
+    supervisor.close()
 
 
 def test_an_agent_that_always_fails_stops_the_run_with_its_reason(tmp_path):

@@ -159,14 +159,24 @@ def test_the_roll_call_names_who_is_missing(start):
     assert "roll call: no report within 4 s (launch.roll_call_timeout) from rollout_n0" in run.err.read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
 def test_signals_stop_the_run_in_order(start, number):
     run = start({"broker": {"steps": 1000}})
     run.wait_running()
     run.process.send_signal(number)
     assert run.end() == 1
     assert run.err.read_text().startswith(f"molt_hpc: error: stopped by {number.name}")
+    assert ("saved after step" in run.out.read_text()) == (number in (signal.SIGUSR1, signal.SIGUSR2))
     assert find_processes(run.run_id()) == []
+
+
+def test_an_actor_that_does_not_save_in_time_is_stopped_unsaved(start):
+    run = start({"broker": {"steps": 1000, "saves": False}, "config": {"launch.save_grace": 1.0}})
+    run.wait_running()
+    run.process.send_signal(signal.SIGUSR1)
+    assert run.end() == 1
+    assert "not saved: supervisor: no answer to 'save'" in run.out.read_text()
+    assert run.err.read_text().startswith("molt_hpc: error: stopped by SIGUSR1")
 
 
 def test_roles_that_ignore_everything_are_gone_too(start):

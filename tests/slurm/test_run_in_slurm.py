@@ -54,6 +54,7 @@ def goes_on_after_its_time_limit(job) -> bool:
     job.wait_for_text("step 1 ")
     subprocess.run(["scancel", "--batch", "--signal=USR1", job.job_id], check=True, timeout=60)
     job.wait_for_text("stopped and handed in again after step")
+    assert "saved after step" in job.output
     return job.wait_end() == "COMPLETED 0:0" and "done after step 30" in (job.run / "logs/attempt_2/supervisor.log").read_text()
 
 

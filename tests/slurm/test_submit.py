@@ -81,5 +81,5 @@ def test_a_preempted_job_goes_on_in_its_folder(cluster, tmp_path):
     subprocess.run(["scancel", "--batch", "--signal=USR2", job.job_id], check=True, timeout=60)
     result = job.result()
     assert result == {"reward": 4.0, "steps": 40, "run": str(tmp_path / "run")}
-    assert "stopped by SIGTERM" in (tmp_path / "run/logs/attempt_1/supervisor.log").read_text()
+    assert "stopped by SIGUSR2" in (tmp_path / "run/logs/attempt_1/supervisor.log").read_text()
     assert (tmp_path / "run/logs/latest").resolve().name == "attempt_2"
