@@ -25,4 +25,5 @@ if ! [ -d .venv/verifiers ]; then  # an environment of its own: it needs an olde
         { rm -rf .venv/verifiers; echo "verifiers could not be installed: one test will be skipped"; }
 fi
 # two files of tests at a time: most of them wait for servers and ranks to start
-exec .venv/bin/python -m pytest --durations=15 -n 2 --no-loadscope-reorder "$@"
+base=$(mktemp -d)  # a short name: paths of sockets have little room
+.venv/bin/python -m pytest --durations=15 -n 2 --no-loadscope-reorder --basetemp "$base/t" "$@" && rm -rf "$base"

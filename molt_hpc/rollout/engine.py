@@ -33,6 +33,8 @@ CLOSE_PATIENCE = 15.0
 """Seconds for a server to end when it is asked to; its guard gives its processes five."""
 PROGRESS_INTERVAL = 2.0
 """Seconds between two looks at the server's token counter."""
+SOCKET_PATH_BYTES = 107
+"""What Linux has room for (sockaddr_un)."""
 
 
 def sampled_tokens(metrics: str) -> float:
@@ -96,6 +98,10 @@ class Engine:
         MediaStore(config.output_dir).folder.mkdir(parents=True, exist_ok=True)
         folder = tempfile.mkdtemp(prefix="molt_hpc_", dir=config.launch.socket_dir)  # mode 0700; its guard removes it
         self.socket = Path(folder) / "engine.sock"
+        if (size := len(os.fsencode(self.socket))) > SOCKET_PATH_BYTES:
+            os.rmdir(folder)
+            raise ValueError(f"{self.socket}: {size} bytes, and the path of a Unix socket may have {SOCKET_PATH_BYTES}: set launch.socket_dir to a "
+                             "folder with a shorter name")
         self.world_size = config.vllm.tensor_parallel_size
         self.running, self.paused = 0, False
         self.lost = ""  # why this server is given up

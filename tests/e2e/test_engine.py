@@ -32,7 +32,7 @@ def with_engine(config: RunConfig, tmp_path, body):
     return asyncio.run(main())
 
 
-def test_long_seeded_prompts_and_idle_connections_survive_and_one_seed_gives_one_answer(tmp_path, tiny_qwen3):
+def test_long_seeded_prompts_and_idle_connections_survive_one_seed_gives_one_answer_and_what_is_given_up_ends(tmp_path, tiny_qwen3):
     config = small_config(tmp_path, tiny_qwen3)
     config.data.max_len = 4096
     prompts = [[int(t) for t in np.random.default_rng(i).integers(10, 300, 2500)] for i in range(3)]
@@ -48,6 +48,10 @@ def test_long_seeded_prompts_and_idle_connections_survive_and_one_seed_gives_one
         await asyncio.sleep(max(0.0, idle_until - time.monotonic()))
         assert b" 200 " in await health(*idle)
         idle[1].close()
+        given_up = asyncio.create_task(generate(engine, prompts[0][:10], 4000, 1.0, 5, "e"))
+        await until_running(engine, 1)
+        given_up.cancel()
+        await until_running(engine, 0)
         return first, second, other, nucleus
 
     first, second, other, nucleus = with_engine(config, tmp_path, body)
@@ -62,6 +66,18 @@ def test_long_seeded_prompts_and_idle_connections_survive_and_one_seed_gives_one
 async def health(reader, writer) -> bytes:
     writer.write(b"GET /health HTTP/1.1\r\nHost: engine\r\n\r\n")
     return await reader.readuntil(b"\r\n\r\n")
+
+
+async def until_running(engine, count: int) -> None:
+    """Until vLLM itself says that so many requests are in it: one that nobody waits for any more must not keep it busy."""
+    while True:
+        async with engine._client().get("/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        running = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("vllm:num_requests_running")]
+        assert running
+        if sum(running) == count:
+            return
+        await asyncio.sleep(0.05)
 
 
 def over_nucleus(folder, prompt, sampled, temperature: float, top_p: float, top_k: int) -> np.ndarray:

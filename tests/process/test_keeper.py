@@ -176,3 +176,13 @@ def test_an_update_that_lies_about_its_version_is_refused(tmp_path):
         assert np.isscalar(fields["epoch"]) and keeper.version is None
 
     with_keeper(tmp_path, body)
+
+
+def test_a_folder_too_long_for_a_socket_is_refused_by_name_before_a_server_is_started(tmp_path):
+    config = small_config(tmp_path)
+    deep = tmp_path / ("d" * 60) / ("e" * 40)
+    deep.mkdir(parents=True)
+    config.launch.socket_dir = str(deep)
+    with pytest.raises(ValueError, match=f"{deep}.* bytes.*launch.socket_dir"):
+        ScriptedEngine("rollout_n0_e0", config, 0, 0, tmp_path / "engine.log")
+    assert not os.listdir(deep)
