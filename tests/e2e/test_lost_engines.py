@@ -80,8 +80,8 @@ class Observer:
         return min(int(line.split()[0]) for line in lines)
 
     def core(self, index: int) -> int:
-        """The process that holds its model."""
-        return descendants(self.server(index))[-1]
+        """The process that holds its model; a server may have others for a moment."""
+        return next(pid for pid in descendants(self.server(index)) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 @pytest.fixture
