@@ -93,6 +93,7 @@ class Publisher:
         except RuntimeError as error:
             log.warning("the transfer of version %d, epoch %d, was not finished: %s", version, begin["epoch"], error)
             sent, outcome = SendReport(), {"failed": str(error)}
+            self._sender.abort()  # receivers that are well wait for what will not come: without a word they would count as hung
         return self._ask("update_sent", epoch | outcome), sent
 
     def _transfer(self, begin: dict[str, Any]) -> SendReport:

@@ -113,6 +113,8 @@ def test_engines_that_are_killed_or_stopped_come_back_and_the_run_goes_on(observ
         assert text.startswith(tuple(f"{name} while {phase} version " for phase in doing[when])), (when, number, text)
         steps = observer.steps()
         observer.until(lambda steps=steps: observer.steps() >= steps + 2, "two more steps", 6 * TIMEOUT)
+        if when == "in":  # the other one is told that nothing more will come, and goes on
+            assert all(text.startswith(name) for text in observer.lost()[known:]), observer.lost()[known:]
     observer.both_serve()
     os.kill(find_victim(observer.run, "rollout"), signal.SIGKILL)
     observer.until(lambda: len(observer.engines()) < 2, "the role's end")
