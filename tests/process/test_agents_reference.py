@@ -132,6 +132,7 @@ def test_a_reasoning_gym_task_is_scored_by_its_own_rule(play):
         assert done.outcome.reward >= reward if reward else done.outcome.reward < 1.0
 
 
+@pytest.mark.slow
 def test_a_verifiers_task_is_played_by_its_own_harness_and_scored_by_its_own_rule(play, tmp_path, request):
     if find_spec("verifiers") is None:
         python = Path(sys.prefix, "verifiers", "bin", "python")  # tests/run.sh makes this environment
