@@ -4,10 +4,7 @@
 #
 #   sbatch -N3 --gpus-per-node=8 sbatch/train_rl_plain.sh my_run.toml --actor.num_nodes 2
 #
-# Arguments and Python: as in train_rl.sh.
-#
-# Before its time limit the job saves and is handed in again. A step and a checkpoint that take more than a minute need an
-# earlier signal: --signal=B:USR1@900 --launch.save_grace 800.
+# Arguments, Python and what happens at the time limit: as in train_rl.sh.
 #
 #SBATCH --job-name=molt_hpc
 #SBATCH --output=%x-%j.out
